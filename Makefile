@@ -3,7 +3,7 @@
 # make test-all  the tests, with every further case of theirs
 # make curves  the loss with and without a flush: schedgen/report/pictures/updates.svg
 # make pictures  the pictures of the README
-# make bench  compiler and runtime against torch's      make bench-best  plan's choice against torch's best
+# make bench  compiler and runtime against torch's
 # make test-check  10,000 random programs, 200,000 mutants
 # make test-fuzz  100,000 hostile files and options
 # make test-models  architectures of the transformers library, split
@@ -52,7 +52,7 @@ export MPIR_CVAR_NOLOCAL=1
 endif
 
 .PHONY: venv launcher run lint test test-all test-slurm test-gpu test-hosts test-check test-fuzz test-models test-examples
-.PHONY: test-crash traces pictures curves bench bench-compile bench-run bench-best clean
+.PHONY: test-crash traces pictures curves bench bench-compile bench-run clean
 .DEFAULT_GOAL := run
 
 venv: $(VENV)/installed $(if $(GPU),$(UCX)/installed)
@@ -170,13 +170,9 @@ bench-compile: venv
 	$(BIN)/python tests/bench/search.py
 
 bench-run: launcher
-	$(BIN)/python tests/bench/predict.py
 	$(BIN)/python tests/bench/found.py
 	$(BIN)/python tests/bench/run.py
 	$(BIN)/python tests/bench/run.py --cases d48 d128 d384 --pairs one-rank floor flat ddp 1f1b fsdp --rounds 1
-
-bench-best: launcher
-	$(BIN)/python tests/bench/best.py
 
 bench: bench-compile bench-run
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from mpirun.engine.recipe import NamedParameter
     from mpirun.model.contract import Model
     from mpirun.model.dataflow import Input, Value
-    from mpirun.model.split.batch_coupling import batch_coupled
     from mpirun.model.split.split_module import split
     from mpirun.model.split.split_result import Cut
     from mpirun.model.split.split_sequential import split_layers, split_sequential
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cut", "Engine", "Evaluation", "Input", "Loader", "Model", "MpirunWarning", "NamedParameter", "Result",
-    "UsageError", "Value", "batch_coupled", "pipe_split", "split", "split_layers", "split_sequential",
+    "UsageError", "Value", "pipe_split", "split", "split_layers", "split_sequential",
 ]  # fmt: skip
 
 _MODULES = {
@@ -43,7 +42,6 @@ _MODULES = {
     "Result": "mpirun.training.session",
     "UsageError": "schedgen.util.errors",
     "Value": "mpirun.model.dataflow",
-    "batch_coupled": "mpirun.model.split.batch_coupling",
     "pipe_split": "torch.distributed.pipelining",
     "split": "mpirun.model.split.split_module",
     "split_layers": "mpirun.model.split.split_sequential",

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from schedgen.ir.instructions import B, F, I, W
     from schedgen.ir.program import Program
     from schedgen.planner.layer_profile import read_layers
-    from schedgen.planner.order_search.recompute import search
+    from schedgen.planner.order_search.search_ways import search
     from schedgen.planner.plan import plan
     from schedgen.planner.stage_costs import read_profile
     from schedgen.report.compare import compare
@@ -85,7 +85,7 @@ _MODULES = {
     "plan": "schedgen.planner.plan",
     "read_layers": "schedgen.planner.layer_profile",
     "read_profile": "schedgen.planner.stage_costs",
-    "search": "schedgen.planner.order_search.recompute",
+    "search": "schedgen.planner.order_search.search_ways",
     "simulate": "schedgen.simulator.simulate",
     "stats": "schedgen.simulator.stats",
 }

@@ -86,8 +86,8 @@ def start_servers(config: pytest.Config, ask: bool) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the two longest files first: a worker that started one of them last would end long after the others."""
-    items.sort(key=lambda item: item.path.name not in ("test_readme.py", "test_benchmarks.py"))
+    """Run the longest file first: a worker that started it last would end long after the others."""
+    items.sort(key=lambda item: item.path.name != "test_readme.py")
 
 
 @pytest.fixture(scope="session")

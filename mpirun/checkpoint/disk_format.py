@@ -35,7 +35,7 @@ from torch import Tensor
 from schedgen.util.errors import RefusedFile, UsageError, clip
 from schedgen.util.files import new_file_mode
 
-VERSION = 4
+VERSION = 5
 MANIFEST = "manifest.json"
 _DRAFT = ".writing-"  # prefix of a folder that is no checkpoint yet, or no longer
 _REPLACED = ".replaced-"  # prefix of a step's older checkpoint, which counts until the new one has its name

@@ -21,15 +21,13 @@ import torch
 from torch import Tensor
 
 from mpirun.checkpoint.disk_format import refusing, save_tensors, sync
-from mpirun.checkpoint.entry_names import known_names, slice_entry
-from mpirun.checkpoint.gather import writing_rank, written_entries
+from mpirun.checkpoint.gather import known_names, written_entries
 from mpirun.checkpoint.pretrained import INDEX, SINGLE
 from mpirun.comm.fail_together import Stop, on_rank_0, together
 from mpirun.comm.output import note
 from mpirun.engine.setup import RankPart
+from mpirun.model.build_stage import unused_names
 from mpirun.model.contract import Model
-from mpirun.model.parallel_layers import Slice
-from mpirun.model.weight_names import unused_names
 from schedgen.util.errors import UsageError, listed
 
 WEIGHTS = (".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf")
@@ -78,19 +76,9 @@ def whole_state(part: RankPart) -> dict[str, Tensor]:
 
 def _entries(part: RankPart) -> dict[str, Tensor]:
     """The tensors that this rank writes, by name in the whole model. Collective."""
-    comm, header, setup = part.comm, part.header, part.setup
+    comm = part.comm
     entries, _ = written_entries(part, lambda _: ())
-    for index in header.first_slices:
-        first, to = setup.model.slice_of(index), writing_rank(header, index)
-        for name, dim in setup.shapes[index].sliced_dims.items() if first.count > 1 else ():
-            whole = setup.model.entry_name(index, name)
-            names = [slice_entry(whole, Slice(slice, first.count)) for slice in range(first.count)]
-            own = {entry: entries.pop(entry).cpu() for entry in names if entry in entries}
-            if (of_ranks := comm.gather(own, root=to)) is not None:
-                shares = {entry: share for of_rank in of_ranks for entry, share in of_rank.items()}
-                entries[whole] = dim.join([shares[entry] for entry in names])
-            part.beat()
-    unused = on_rank_0(comm, lambda: _unused(setup.model)) or {}
+    unused = on_rank_0(comm, lambda: _unused(part.setup.model)) or {}
     if without := [entry for entry, value in unused.items() if value.is_meta]:
         why = "the forward does not use them, and on the meta device they have no values"
         note(comm, f"not written: {listed(without)}: {why}")

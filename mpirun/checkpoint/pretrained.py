@@ -1,6 +1,7 @@
 """Weights to start from: a directory of safetensors files, as transformers and `export` write it.
 
-Out: the requested tensors by name, mapped from the files: a tensor that is never used is not read.
+Out: the requested tensors by name, mapped from the files: a tensor that is never used is not read. `check_weights`
+compares them with a model before they are read.
 """
 
 from __future__ import annotations
@@ -12,7 +13,10 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from schedgen.util.errors import UsageError
+from mpirun.model.build_stage import weight_names
+from mpirun.model.contract import Model
+from mpirun.model.stage_copies import fake_mode, stage_without_values
+from schedgen.util.errors import UsageError, listed
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -78,3 +82,28 @@ def _names(path: Path) -> list[str]:
             return list(file.keys())
     except (OSError, SafetensorError) as error:
         raise UsageError(f"weights: {path}: {error}") from None
+
+
+def check_weights(model: Model) -> list[str]:
+    """Sentences on entries of `Model.weights` that no stage uses, and on tensors that it lacks.
+
+    UsageError if no entry belongs to the model. Weights without `names` are not compared.
+    """
+    if model.weights is None or (names := getattr(model.weights, "names", None)) is None:
+        return []
+    missing: list[str] = []
+    unused, fake = dict.fromkeys(names), fake_mode()
+    for stage in range(len(model.stages)):
+        with stage_without_values(model, stage, fake) as module:
+            known = weight_names(model, stage, module)
+        for candidates in known.values():
+            if not any(candidate in names for candidate in candidates):
+                missing.append(candidates[0])
+            for candidate in candidates:
+                unused.pop(candidate, None)
+    where = f"{model.weights}"
+    if unused.keys() == {*names}:
+        raise UsageError(f"{where}: has nothing of the model: it has {listed(unused)}, but not {listed(missing)}")
+    trained = "trained from the values that the model is built with"
+    lack = [f"{where}: has no {listed(missing)}: {trained}"] if missing else []
+    return lack + ([f"{where}: no stage uses {listed(unused)}"] if unused else [])

@@ -1,7 +1,7 @@
 """Reads checkpoints: finds the newest whole one, and restores from it what a rank has of the model.
 
 A rank looks for what it needs by name, so that a run continues under any schedule, whichever one the checkpoint was
-written under. A parameter in shares is joined from them, and a tensor slice takes its own share of the whole.
+written under. A tensor slice takes its share of the whole.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch import Tensor
 
 from mpirun.checkpoint import disk_format
 from mpirun.checkpoint.disk_format import Manifest
-from mpirun.checkpoint.entry_names import Entries, known_names, untrained_tensors
+from mpirun.checkpoint.gather import known_names, untrained_tensors
 from mpirun.comm.fail_together import Stop, from_rank_0, on_rank_0, together
 from mpirun.comm.output import say
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.core.weight_layout import Piece, pieces
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import RankPart
+from mpirun.model.build_stage import unused_names
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import SlicedDim
-from mpirun.model.weight_names import unused_names
 from schedgen.util.errors import UsageError, listed
 
 
@@ -66,15 +66,15 @@ def restore(manifest: Manifest, part: RankPart, optimizer: Optimizer) -> set[str
 
     UsageError if the checkpoint is of another model.
     """
-    weights, kept = (Entries(manifest.folder, manifest.entry_files(kind)) for kind in ("weights", "optimizer"))
+    weights, kept = (manifest.entry_files(kind) for kind in ("weights", "optimizer"))
     of_parameter: dict[str, list[str]] = {}  # entries of the optimizer
-    for entry in kept.names:
+    for entry in kept:
         of_parameter.setdefault(entry.rpartition(".")[0], []).append(entry)
     read: set[str] = set()
     for stage in part.stages.values():
         reader = _StageReader(manifest.folder, part.setup.model, stage)
         read.update(reader.names)
-        reader.restore_weights(weights.read(reader.names, reader.dims))
+        reader.restore_weights(disk_format.read_entries(weights, reader.names))
         reader.restore_optimizer(kept, of_parameter, optimizer)
         part.beat()
     return read
@@ -115,7 +115,7 @@ def _by_entry(state: Mapping[str, Tensor], known: Mapping[str, Sequence[str]]) -
 
 def check_all_read(manifest: Manifest, read: Iterable[Collection[str]]) -> None:
     """UsageError if a checkpoint has weights that no rank has read; `read`: by rank, what `restore` returned."""
-    left = set(Entries(manifest.folder, manifest.entry_files("weights")).names).difference(*read)
+    left = set(manifest.entry_files("weights")).difference(*read)
     if left:
         what = f"{len(left)} of its entries, such as {min(left)}"
         raise UsageError(f"{manifest.folder}: no stage has {what}: is it of a larger model?")
@@ -143,14 +143,16 @@ class _StageReader:
             for target, (entry, piece) in zip(targets, self._of_shard(shard), strict=True):
                 target.copy_(values[entry] if piece is None else piece.of_parameter(values[entry]))
 
-    def restore_optimizer(self, kept: Entries, of_parameter: Mapping[str, Sequence[str]], optimizer: Optimizer) -> None:
+    def restore_optimizer(
+        self, kept: Mapping[str, Path], of_parameter: Mapping[str, Sequence[str]], optimizer: Optimizer
+    ) -> None:
         """Restore the optimizer state of owned weights; `of_parameter`: the state's entries, by the parameter's."""
         parameters = {state: entry for entry in self.places for state in of_parameter.get(entry, ())}
         dims = {state: self.dims[entry] for state, entry in parameters.items() if entry in self.dims}
-        values = kept.read(list(parameters), dims)
+        values = disk_format.read_entries(kept, list(parameters))
         for state, entry in parameters.items():
             value, dim = values[state], dims.get(state) if self.slice.count > 1 else None
-            as_saved = state in kept.files and -1 in self.stage.owned and dim is None  # whole when saved, and whole now
+            as_saved = -1 in self.stage.owned and dim is None  # whole when saved, and whole now
             if not as_saved and isinstance(value, Tensor) and value.dim():
                 values[state] = self._checked(state, value, self.places[entry].size, value.dtype, dim)
         for shard in self.stage.owned:

@@ -1,7 +1,7 @@
 """Writes the checkpoints of a run: which rank writes what, and when a checkpoint counts.
 
 Each owner writes what it owns, under the parameters' names in the model. Of several owners of a stage one writes it; if
-they divide its weights, this one gathers their shards first. Every tensor slice writes its share of a cut parameter.
+they divide its weights, this one gathers their shards first, and that of a stage's first slice the shares of others.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _settings(part: RankPart, optimizer: str, schedule: str) -> dict[str, Any]:
     header, setup = part.header, part.setup
     options = {
         "seed": setup.seed,
-        "microbatches": header.microbatches * setup.passes,
+        "microbatches": header.microbatches,
         **setup.recipe.settings,
         "autocast": "bf16" if setup.autocast_dtype else None,
         "weight versions": header.lowering.get("updates"),

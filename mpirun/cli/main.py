@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from mpi4py import MPI
 
@@ -21,11 +22,13 @@ from mpirun.comm.fail_together import Stop
 from mpirun.training.errors import end_all_ranks
 from schedgen.util.files import prepare_streams
 
-if TYPE_CHECKING:
-    from mpirun.cli.graph import Graph
-    from mpirun.cli.machine import Machine
-    from mpirun.cli.profile import Profile
-    from mpirun.cli.run import Run
+# By name: what reads its options, and where its class is.
+COMMANDS: Mapping[str, tuple[Callable[[MPI.Intracomm, Sequence[str]], Any], str, str]] = {
+    "": (run_options, "run", "Run"),
+    "profile": (profile_options, "files", "Profile"),
+    "machine": (machine_options, "files", "Machine"),
+    "graph": (graph_options, "files", "Graph"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,27 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         end_all_ranks(comm, "" if command is None else command.position(), error, "--traceback" in arguments)
 
 
-def _command(comm: MPI.Intracomm, arguments: Sequence[str]) -> Run | Profile | Graph | Machine:
+def _command(comm: MPI.Intracomm, arguments: Sequence[str]) -> Any:
     """The requested command. torch is imported only once the options are right: --help does not wait for it."""
-    if arguments[:1] == ["profile"]:
-        of_profile = profile_options(comm, arguments[1:])
-        with _imports():
-            from mpirun.cli.profile import Profile
-        return Profile(comm, of_profile)
-    if arguments[:1] == ["machine"]:
-        of_machine = machine_options(comm, arguments[1:])
-        with _imports():
-            from mpirun.cli.machine import Machine
-        return Machine(comm, of_machine)
-    if arguments[:1] == ["graph"]:
-        of_graph = graph_options(comm, arguments[1:])
-        with _imports():
-            from mpirun.cli.graph import Graph
-        return Graph(comm, of_graph)
-    options = run_options(comm, arguments)
+    name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
+    read, module, kind = COMMANDS[name]
+    options = read(comm, arguments[1:] if name else arguments)
     with _imports():
-        from mpirun.cli.run import Run
-    return Run(comm, options)
+        command = getattr(importlib.import_module(f"mpirun.cli.{module}"), kind)
+    return command(comm, options)
 
 
 @contextlib.contextmanager

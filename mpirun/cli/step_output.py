@@ -1,4 +1,4 @@
-"""What rank 0 prints of the steps: a bar on a terminal, else a line now and then; --metrics; a summary."""
+"""What rank 0 prints of the steps: a line now and then; --metrics; a summary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TextIO
 
 import numpy as np
-from tqdm import tqdm
 
 from mpirun.comm.output import say
 from mpirun.training.session import Result
@@ -24,7 +23,6 @@ class Progress:
         self.begun, self.steps, self.path = begun, steps, metrics
         self.failed = False  # whether a row could not be written
         self.metrics = _metrics(metrics, begun) if metrics else None
-        self.bar = tqdm(total=steps, initial=begun, unit="step") if sys.stderr.isatty() else None
         self.every = max(1, (steps - begun) // 20)
         self.losses: list[float] = []
         self.rates: list[float] = []  # tokens a second
@@ -37,10 +35,7 @@ class Progress:
         self.rates.append(result.tokens / result.seconds)
         self.total += result.seconds
         rate = self.rates[-1]
-        if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:.0f} tokens/s")
-            self.bar.update()
-        elif (step - self.begun) % self.every == 0 or step + 1 == self.steps:
+        if (step - self.begun) % self.every == 0 or step + 1 == self.steps:
             shown = f"loss {loss:.4f}  grad {result.grad_norm:.3f}  {rate:.0f} tokens/s"
             say(f"step {step + 1}/{self.steps}  {shown}", sys.stdout)
         if self.metrics is not None:
@@ -56,8 +51,6 @@ class Progress:
 
     def close(self, header: Header) -> None:
         """Print the summary."""
-        if self.bar is not None:
-            self.bar.close()
         if self.losses:
             rate = float(np.median(self.rates))
             say(

@@ -27,8 +27,6 @@ from mpirun.comm.output import note
 from mpirun.comm.stream_words import CudaStreamOperations, Number, StreamWords
 from schedgen.util.errors import UsageError
 
-ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the names since torch 2.9, and before
-
 
 class Device:
     """The CPU, and the interface of all devices."""
@@ -209,9 +207,6 @@ class Cuda(Device):
     def description(self) -> str:
         """The GPU, how many ranks share GPUs, and the path of messages."""
         how = "MPI takes GPU tensors as they are" if self.direct else "messages go through pinned host memory"
-        settings = [os.environ.get(name, "") for name in ALLOCATOR_SETTINGS]
-        if self.direct and any("expandable_segments:True" in setting for setting in settings):
-            how += ", though expandable_segments:True may keep it from reading another process's memory"
         return f"device: {torch.cuda.get_device_name(self.torch)}{self.shared}; {how}"
 
     def mark(self) -> Mark | None:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.comm.device import Mark
-from mpirun.comm.sections import Section, add, numbers
 from mpirun.comm.transport import Receive, Transport
 from mpirun.comm.waiting import Done
 from schedgen.ir.weight_shards import LINE
@@ -27,6 +28,26 @@ from schedgen.ir.weight_shards import LINE
 SCATTER, GATHER, DONE = range(3)
 # Tags of the two phases. Sums with other tags may be in flight in the same group.
 GRADIENT_TAGS, SLICE_TAGS = (0, 1), (2, 3)
+
+
+class Section(NamedTuple):
+    """Bytes `begin` to `end` are numbers of one type."""
+
+    begin: int
+    end: int
+    dtype: torch.dtype
+
+
+def numbers(flat: Tensor, sections: Sequence[Section], first: int = 0) -> list[Tensor]:
+    """The numbers in a tensor of bytes, one tensor per type; `first`: where `flat` begins in the sections' memory."""
+    spans = [(max(begin - first, 0), min(end - first, len(flat)), dtype) for begin, end, dtype in sections]
+    return [flat[begin:end].view(dtype) for begin, end, dtype in spans if begin < end]
+
+
+def add(totals: Sequence[Tensor], summands: Sequence[Tensor]) -> None:
+    """Add numbers to others with the same sections."""
+    for total, summand in zip(totals, summands, strict=True):
+        total += summand
 
 
 class OrderedAllreduce:

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import warnings
-from collections.abc import Iterator
 from typing import TextIO
 
 from mpi4py import MPI
 
-from schedgen.util.errors import MpirunWarning, RefusedFile
+from schedgen.util.errors import RefusedFile
 from schedgen.util.files import open_output
-
-
-@contextlib.contextmanager
-def print_notes(comm: MPI.Comm) -> Iterator[None]:
-    """Rank 0 prints each MpirunWarning of the block as a line; other warnings are issued as usual."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        yield
-    for warning in caught:
-        if not issubclass(warning.category, MpirunWarning):
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-        else:
-            note(comm, warning.message)
 
 
 def note(comm: MPI.Comm, sentence: object) -> None:

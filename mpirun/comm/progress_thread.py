@@ -1,10 +1,10 @@
 """MPI calls during computations: large messages move only while some thread is inside MPI.
 
-Between instructions the interpreter calls MPI anyway. During a long computation nobody does. If the list then has
-messages in flight that take a significant share of the computation, a thread calls MPI every millisecond.
-By measurement, it hides nearly all of a transfer, and costs up to 5 % of the computation if every core has a rank. So a
-computation that begins with no message in flight is left alone. MPI's own progress threads cost a whole core. Messages
-of GPU memory have a thread anyway (`gpu_transport`), and need none.
+Between instructions the interpreter calls MPI anyway. During a long computation nobody does. If messages are in flight
+that take longer than the period of such calls, a thread calls MPI every millisecond. By measurement, it hides nearly
+all of a transfer, and costs up to 5 % of the computation if every core has a rank. So a computation that begins with no
+message in flight is left alone. MPI's own progress threads cost a whole core. Messages of GPU memory have a thread
+anyway (`gpu_transport`), and need none.
 """
 
 from __future__ import annotations
@@ -19,13 +19,7 @@ from mpirun.comm.device import Device
 from mpirun.comm.waiting import sleeping_barrier
 
 PERIOD = 1e-3  # seconds between two calls
-LONG = 2e-3  # seconds: shorter computations need no call
-RATE, SHARE = 2e9, 0.05  # messages that take a smaller share of a computation, at this rate (bytes/s), are left alone
-
-
-def needs_calls(seconds: float, size: int) -> bool:
-    """Whether to call MPI during a computation that takes `seconds`, with `size` bytes in flight."""
-    return seconds > LONG and size / RATE > SHARE * seconds
+ENOUGH = 2**20  # bytes in flight, which take about as long
 
 
 class MessageProgress:

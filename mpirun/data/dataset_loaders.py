@@ -1,4 +1,4 @@
-"""The loaders of a map-style dataset, of a function, and of a torch IterableDataset."""
+"""The loaders of a map-style dataset and of a torch IterableDataset."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from itertools import count, islice
 from typing import Any
 
 import numpy as np
-import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from mpirun.data.load_ahead import seed, set_states, states, states_kept
@@ -20,17 +19,13 @@ from schedgen.util.errors import UsageError
 
 
 def loader_class(dataset: Any) -> type[Loader]:
-    """The class for a map-style dataset, a torch IterableDataset, or a function; UsageError if it is none of these."""
+    """The class for a map-style dataset or a torch IterableDataset; UsageError if it is neither."""
     if isinstance(dataset, IterableDataset):
         return StreamLoader
     if hasattr(dataset, "__getitem__"):
         return MapLoader
-    if callable(dataset):
-        return FunctionLoader
-    raise UsageError(
-        f"a {type(dataset).__name__} is no dataset: give one with __len__ and __getitem__, a torch IterableDataset, or "
-        "a function make(step, microbatch, rng)"
-    )
+    kind = type(dataset).__name__
+    raise UsageError(f"a {kind} is no dataset: give one with __len__ and __getitem__, or a torch IterableDataset")
 
 
 @lru_cache(2)
@@ -42,8 +37,6 @@ def epoch_order(length: int, shuffle: bool, seed: int, epoch: int) -> Sequence[i
 class MapLoader(Loader):
     """The loader of a dataset with `__len__`, and with `__getitem__` or `__getitems__`."""
 
-    name = "a dataset"
-
     def __post_init__(self) -> None:
         """Check the arguments, and the dataset's length."""
         super().__post_init__()
@@ -54,11 +47,8 @@ class MapLoader(Loader):
             raise UsageError(f"the dataset, a {kind}, has no length: give it __len__") from None
         self.last_order: tuple[int, list[int]] = -1, []  # a sampler's, and its epoch
         if self.sampler is not None or self.batch_sampler is not None:
-            order = self._sampled(0)
-            if order != self._sampled(0):
-                why = "let it draw from torch's default generator, which is seeded for each epoch, or by set_epoch"
-                raise UsageError(f"the sampler gives another order when it is asked again, as after a restart: {why}")
-            self.sample_count, self.order_digest = len(order), digest_of([order])
+            self.last_order = 0, self._sampled(0)
+            self.sample_count, self.order_digest = len(self.last_order[1]), digest_of(self.last_order[1:])
         self._check_samples(self.sample_count)
 
     def microbatch(self, epoch: int, step: int, number: int) -> Microbatch:
@@ -73,9 +63,8 @@ class MapLoader(Loader):
         dealt, collated = deal(indices, self.microbatch_size, self.microbatches, self.fills), {}
         for number in numbers:
             seed(self.seed, epoch, step, number)
-            collated[number] = self._collated(step, number, dealt[number])
-        is_last = self.sample_count is not None and step == len(self) - 1
-        return Step(len(indices), is_last, collated)
+            collated[number] = self._collated(dealt[number])
+        return Step(len(indices), step == len(self) - 1, collated)
 
     def order(self, epoch: int) -> Sequence[int]:
         """The dataset's indices in the order of an epoch; UsageError if a sampler gives another number of them."""
@@ -107,54 +96,26 @@ class MapLoader(Loader):
     def _indices(self, epoch: int, step: int) -> list[int]:
         return [int(index) for index in self.order(epoch)[step * self.step_size : (step + 1) * self.step_size]]
 
-    def _collated(self, step: int, number: int, indices: list[int]) -> Any:
+    def _collated(self, indices: list[int]) -> Any:
         whole = getattr(self.dataset, "__getitems__", None)
         items = whole(indices) if whole else [self.dataset[index] for index in indices]
         return (self.collate or default_collate)(items)
 
     def _steps(self, epoch: int, first: int) -> tuple[Dataset[Step], Iterable[int]]:
-        if not self.kind:
-            self.order(epoch)  # here, not in each worker
-        return _NumberedSteps(self, epoch), count(first) if self.sample_count is None else range(first, len(self))
-
-
-class FunctionLoader(MapLoader):
-    """The loader of a function `make(step, microbatch, rng) -> (input, target)`, which has no end."""
-
-    kind, name, ends = "function", "a function that makes microbatches", False
-
-    def __post_init__(self) -> None:
-        """Check the arguments."""
-        Loader.__post_init__(self)
-        if self.collate is not None:
-            raise UsageError(f"{self.name} leaves nothing to collate")
-
-    def _indices(self, epoch: int, step: int) -> list[int]:
-        return [0] * self.step_size
-
-    def _collated(self, step: int, number: int, indices: list[int]) -> Any:
-        return self.dataset(step, number, np.random.default_rng([self.seed, step, number]))
-
-    def _unchanging(self) -> dict[str, Any]:
-        return {**super()._unchanging(), "microbatches": self.microbatches, "microbatch_size": self.microbatch_size}
-
-    def _microbatch(self, number: int, samples: int, collated: Any) -> Microbatch:
-        """As in `Loader`; the size is that of dimension 0 of the input's first tensor that has one."""
-        made = super()._microbatch(number, samples, collated)
-        size = next((len(x) for x in made.leaves if isinstance(x, torch.Tensor) and x.dim()), made.size)
-        return made._replace(size=size)
+        self.order(epoch)  # here, not in each worker
+        return _NumberedSteps(self, epoch), range(first, len(self))
 
 
 class StreamLoader(Loader):
     """The loader of an IterableDataset: every rank reads all samples, and keeps those of its microbatches."""
 
-    kind, name = "stream", "an IterableDataset"
-
     def __post_init__(self) -> None:
         """Check the arguments."""
         super().__post_init__()
         if self.workers > 1:
-            raise UsageError(f"{self.workers} workers cannot share {self.name}: it takes one at most")
+            raise UsageError(f"{self.workers} workers cannot share an IterableDataset: it takes one at most")
+        if self.shuffle or self.sampler is not None or self.batch_sampler is not None:
+            raise UsageError("an IterableDataset cannot be shuffled: its samples come in its own order")
 
     def microbatch(self, epoch: int, step: int, number: int) -> Microbatch:
         """UsageError: a stream gives no single microbatch."""

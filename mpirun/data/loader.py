@@ -1,7 +1,7 @@
 """The batches of a run, from a dataset: each rank makes the microbatches that its list reads.
 
 In: a dataset, and the numbers of the microbatches that this rank reads. Out: a `Batch` per step. No MPI: every rank has
-its own loader. A `MapLoader` or `FunctionLoader` makes any step by its number, a `StreamLoader` reads steps in order.
+its own loader. A `MapLoader` makes any step by its number, a `StreamLoader` reads steps in order.
 
 The content of a microbatch depends on the dataset, the seed, the epoch, the step and its number; not on ranks, workers,
 or what was read before. This includes random numbers that samples or their collation draw from the global generators of
@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from itertools import count
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -37,9 +37,7 @@ class Batch:
 
     epoch: int
     number: int  # of the step in the epoch
-    # By microbatch of the step, its samples without padding (0: it is all padding). For a function, whose sizes are not
-    # known yet, `microbatch_size` each.
-    samples: list[int]
+    samples: list[int]  # by microbatch of the step, its samples without padding; 0: it is all padding
     microbatches: dict[int, Microbatch]  # those that this rank reads
     size: int  # samples of a microbatch, with padding
     loader: Loader | None = None  # the loader that made the batch; None: a script made it
@@ -132,11 +130,6 @@ class Loader(ABC):
     step: int = field(init=False, default=0)  # of this batch, in its epoch
     restored: bool = field(init=False, default=False)  # whether that is still the position of a checkpoint
     order_digest: str | None = field(init=False, default=None)  # of a sampler's first epoch; None: there is no sampler
-    compared: int = field(init=False, default=-1)  # the last epoch of which ranks have compared a sampler's order
-
-    kind: ClassVar[str] = ""  # of a dataset with an order of its own, whose number of samples is not known
-    name: ClassVar[str]  # of such a dataset, in sentences
-    ends: ClassVar[bool] = True  # whether it has epochs
 
     def __post_init__(self) -> None:
         """Check the arguments."""
@@ -150,8 +143,6 @@ class Loader(ABC):
         if self.last not in ("pad", "drop"):
             raise UsageError(f"last: {self.last!r} is neither 'pad' nor 'drop': all microbatches have one shape")
         orders = [self.shuffle, self.sampler is not None, self.batch_sampler is not None]
-        if any(orders) and self.kind:
-            raise UsageError(f"{self.name} cannot be shuffled: its samples come in its own order")
         if sum(orders) > 1:
             raise UsageError("shuffle, sampler and batch_sampler each say the order of samples: give one of them")
         self.step_size = self.microbatch_size * self.microbatches  # samples
@@ -159,7 +150,7 @@ class Loader(ABC):
     def __len__(self) -> int:
         """The steps of an epoch; TypeError if their number is not known."""
         if self.sample_count is None:
-            raise TypeError(f"{self.name} has no length")
+            raise TypeError("an IterableDataset has no length")
         return self.sample_count // self.step_size if self.last == "drop" else -(-self.sample_count // self.step_size)
 
     @property
@@ -170,7 +161,7 @@ class Loader(ABC):
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches; an exception of the dataset is raised from here, with its own message and traceback."""
-        if self.step and self.ends and not self.restored:  # the last iteration was left within the epoch
+        if self.step and not self.restored:  # the last iteration was left within the epoch
             self.epoch, self.step = self.epoch + 1, 0
         with closing(self._batches()) as batches:
             for batch in batches:
@@ -230,7 +221,7 @@ class Loader(ABC):
 
     def _unchanging(self) -> dict[str, Any]:
         return {
-            "samples": self.kind if self.sample_count is None else self.sample_count,
+            "samples": "stream" if self.sample_count is None else self.sample_count,
             "shuffle": self.shuffle,
             "seed": self.seed,
             "sampler": self.order_digest,

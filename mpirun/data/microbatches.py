@@ -10,12 +10,10 @@ import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from numbers import Number
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -104,24 +102,8 @@ def input_and_target(collated: Any, what: str = DATASET) -> tuple[Any, Any]:
 
 
 def plain(collated: Any) -> Any:
-    """Collated samples, with a dict for each mapping that is not a pytree, such as transformers' BatchEncoding.
-
-    UsageError if a leaf is neither a dense tensor nor a number, text, bytes or None: it could not be cut or moved.
-    """
-
-    def known(leaf: Any) -> Any:
-        if isinstance(leaf, Mapping):
-            return plain(dict(leaf))
-        if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
-            raise UsageError(f"the samples have a tensor of layout {leaf.layout}, which cannot be cut: give dense ones")
-        if leaf is None or isinstance(leaf, Tensor | Number | np.generic | str | bytes):
-            return leaf
-        raise UsageError(
-            f"the samples have a {type(leaf).__name__}, which could be neither cut nor moved to a device: give "
-            "tensors, numbers, strings and None, in tuples, lists and dicts"
-        )
-
-    return pytree.tree_map(known, collated)
+    """Collated samples, with a dict for each mapping that is not a pytree, such as transformers' BatchEncoding."""
+    return pytree.tree_map(lambda leaf: plain(dict(leaf)) if isinstance(leaf, Mapping) else leaf, collated)
 
 
 def training_text(path: str | None, length: int) -> bytes:

@@ -2,42 +2,93 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
-from torch import nn
+from torch import Tensor, nn
 
-from mpirun.comm.fail_together import together
+from mpirun.comm.fail_together import Stop, first_difference, together
 from mpirun.comm.gpu_transport import make_transport
 from mpirun.comm.ordered_allreduce import AllreduceQueue
 from mpirun.comm.progress_thread import MessageProgress
 from mpirun.comm.transport import NO_ROW
+from mpirun.data.values import digest_of, raw_bytes
 from mpirun.engine.core.buffers import LocalBuffers
 from mpirun.engine.core.context import Around, Context
 from mpirun.engine.core.grad_buffers import GradBuffers
 from mpirun.engine.core.microbatch_reader import MicrobatchReader, Position
 from mpirun.engine.core.stage import LocalStage
-from mpirun.engine.first_step import RunInterpreter
 from mpirun.engine.grad_norm import GradNorms
 from mpirun.engine.job_graphs import Job, JobGraphs, check_nothing_offloaded
 from mpirun.engine.loss import MinibatchLoss, check_forwards_first, exchange_among, minibatch_ranks, score
 from mpirun.engine.memory_slots import MemorySlots
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.other_sums import SliceSums, tied_sum
+from mpirun.engine.run_interpreter import RunInterpreter
 from mpirun.engine.running_statistics import KeptBuffers
-from mpirun.engine.same_start import Values, value_digests
 from mpirun.engine.setup import Setup
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.build_stage import build_stage
-from mpirun.model.contract import StageEntry
+from mpirun.model.contract import Model, StageEntry
+from mpirun.model.module_tensors import own_tensors
 from mpirun.model.rng import LOSS, derived_seed
 from mpirun.watchdog import NOTHING, OTHERS, WAIT, WORDS
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, Instruction, Kind
 from schedgen.ir.program import Program
 from schedgen.simulator.bytes_under_way import bytes_under_way
+
+
+class Values(NamedTuple):
+    """What must be the same on all ranks with a stage: a tied parameter (under the tie's first name), all trained
+    parameters, or all else.
+    """
+
+    stage: int  # of the model's
+    slice: int
+    what: str
+
+
+def value_digests(model: Model, index: int, module: nn.Module, owned: bool) -> dict[Values, str]:
+    """Digests of a stage's values. Only a rank that owns some part of its weights has trained parameters."""
+
+    def values(stage: int, what: str) -> Values:
+        return Values(model.model_stage(stage), model.slice_of(stage).index, what)
+
+    tensors = own_tensors(module)
+    others = {name: tensor for name, tensor in tensors.items() if not tensor.requires_grad}
+    digests = {values(index, "frozen parameters or buffers"): _digest(others)}
+    if owned:
+        trained = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+        digests[values(index, "parameters")] = _digest(trained)
+        for first, *more in model.tied:
+            for _, name in (place for place in (first, *more) if place[0] == index):
+                digests[values(*first)] = _digest({first[1]: module.get_parameter(name)})
+    return digests
+
+
+def check_same_start(comm: MPI.Intracomm, own: Mapping[Values, str]) -> None:
+    """Stop if ranks have different values of a stage. Collective."""
+    if (difference := first_difference(comm, own)) is not None:
+        values, one, other, *_ = difference
+        raise Stop(
+            f"ranks {one} and {other} begin with different values of stage {values.stage}, {values.what}: the code "
+            "that makes them should draw the same numbers on every rank, as after torch.manual_seed with the same "
+            "number of threads; modules that an earlier Engine has trained have their values on its owners' ranks: "
+            "save and resume"
+        )
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """A digest of names and values. A whole stage's values go through CRC-32: three times as fast as SHA-256."""
+    return digest_of(part for name, x in sorted(tensors.items()) for part in (name, x.dtype, x.shape, _crc(x)))
+
+
+def _crc(x: Tensor) -> int:
+    return zlib.crc32(raw_bytes(x).data)
 
 
 def build_interpreter(
@@ -77,14 +128,14 @@ def build_interpreter(
         optimizer = other.optimizer
     state = memoryview(bytearray(8 * WORDS)).cast("q") if state is None else state
     transport = make_transport(comm, header.groups, setup.crowded, _show_waits(state), device=setup.device)
-    position = Position(setup.passes)
-    graphs = JobGraphs(setup.device, comm.rank, slots.blocks) if setup.graphs else None
+    position = Position()
+    graphs = JobGraphs(setup.device, slots.blocks) if setup.graphs else None
 
     def seed_loss() -> None:
         setup.device.seed(derived_seed(setup.seed, position.step, LOSS))
 
     slice_sums = SliceSums()
-    count, exchange = header.microbatches, exchange_among(comm, minibatch_ranks(header))
+    exchange = exchange_among(comm, minibatch_ranks(header))
     context = Context(
         header=header, instructions=instructions, shapes=setup.shapes, dataflow=setup.dataflow, seed=setup.seed,
         device=setup.device, position=position, stages=stages, slots=slots, transport=transport,
@@ -92,7 +143,7 @@ def build_interpreter(
         grad_buffers=GradBuffers(
             header, stages, slots, comm.rank, None if other is None else other.context.grad_buffers
         ),
-        microbatches=MicrobatchReader(setup.microbatches, setup.device.torch, position, count),
+        microbatches=MicrobatchReader(setup.microbatches, setup.device.torch, position),
         score=partial(score, setup.model.loss),
         minibatch_loss=MinibatchLoss(setup.model, setup.device.torch, setup.autocast_dtype, seed_loss, exchange)
         if whole else None,

@@ -61,12 +61,12 @@ class ForwardList:
             run.transport.on_wait(None if row is None else NO_ROW)
 
         self.transport = transport = make_transport(comm, header.groups, setup.crowded, show, device=setup.device)
-        self.position = Position(setup.passes)
+        self.position = Position()
         context = replace(
             run, header=header, instructions=instructions, shapes=setup.shapes, dataflow=setup.dataflow,
             position=self.position, stages=self.stages, slots=slots, transport=transport,
             buffers=LocalBuffers(transport), allreduces=AllreduceQueue(transport),
-            microbatches=MicrobatchReader(setup.microbatches, self.device.torch, self.position, header.microbatches),
+            microbatches=MicrobatchReader(setup.microbatches, self.device.torch, self.position),
             other_sums={Kind.X: SliceSums().prepare},
             pending={}, losses={}, metrics={}, score=self._give, minibatch_loss=None,
             around=lambda i, stage, compute: compute, versions=StageVersions(instructions, self.stages, slots),
@@ -79,17 +79,17 @@ class ForwardList:
 
     def _give(self, stage: LocalStage, i: Instruction) -> Score:
         zero = torch.zeros((), device=self.device.torch)
-        first_slice, position, count = self.header.is_first_slice(i.stage), self.position, self.header.microbatches
+        first_slice = self.header.is_first_slice(i.stage)
 
         def give(batch: Microbatch, metrics: dict[str, Tensor], outputs: list[Tensor]) -> Tensor:
             if first_slice:
-                self.outcome(position.accumulation_pass * count + i.mb, loss_input(outputs), batch)
+                self.outcome(i.mb, loss_input(outputs), batch)
             return zero
 
         return give
 
     def execute(self, step: int, outcome: Outcome) -> None:
-        """Run all microbatches of a step, the list once per accumulation pass, and restore the modules for the run.
+        """Run all microbatches of a step, and restore the modules for the run.
 
         `outcome` is called for each microbatch on the rank that has the last stage's output.
         """
@@ -102,9 +102,7 @@ class ForwardList:
             here.use_weights()
         try:
             self.position.step = step
-            for number in range(self.position.passes):
-                self.position.accumulation_pass = number
-                self.interpreter.execute()
+            self.interpreter.execute()
             for weights in self.sent_weights:
                 self.buffers.wait_sent(weights)
         finally:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
@@ -32,7 +31,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpirun.comm.device import CudaGraph, Device
-from mpirun.comm.output import say
 from mpirun.model.rng import LayerRng
 from schedgen.ir.instructions import Instruction, Kind, Op
 from schedgen.util.errors import UsageError, raised
@@ -53,14 +51,13 @@ def check_nothing_offloaded(instructions: Sequence[Instruction]) -> None:
 class JobGraphs:
     """What all graphs of a rank share, and the current pass."""
 
-    def __init__(self, device: Device, rank: int, blocks: Iterable[Tensor]) -> None:
+    def __init__(self, device: Device, blocks: Iterable[Tensor]) -> None:
         """`blocks`: the memory that messages are received into, the same in every pass."""
-        self.device, self.rank, self.passes = device, rank, 0
+        self.device, self.passes = device, 0
         self.staying: WeakSet[UntypedStorage] = WeakSet(block.untyped_storage() for block in blocks)
         self.refused: dict[int, str] = {}  # by stage: why it is not captured
         self.seen: dict[Any, bytes] = {}  # by stage and version, opcode, form of the inputs: digest of operations
         self.as_always: set[tuple[int, int]] = set()  # stage and microbatch that compute normally in this pass
-        self.said: set[int] = set()  # stages whose other shapes were reported
         self.told = False  # whether `refusals` were printed
 
     def begin_pass(self) -> None:
@@ -90,16 +87,9 @@ class JobGraphs:
         self.as_always.discard((i.stage, i.mb))
         if not fits:
             self.as_always.add((i.stage, i.mb))
-            self._say_other_shapes(i)
             if self.device.words is not None:  # computing normally allocates: the rest of the pass uses events
                 self.device.finish()
                 self.device.use_words(ready=False)
-
-    def _say_other_shapes(self, i: Instruction) -> None:
-        if i.stage not in self.said:
-            self.said.add(i.stage)
-            sentence = f"rank {self.rank}: a microbatch of stage {i.stage} has other shapes or padding than its graph"
-            say(f"mpirun: note: graphs: {sentence}: computed without a graph", sys.stderr)
 
 
 class Job:

@@ -25,10 +25,9 @@ from mpirun.data.microbatches import Microbatch
 from mpirun.data.values import to_device
 from mpirun.engine.core.context import Score
 from mpirun.engine.core.stage import LocalStage
-from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
-from mpirun.model.loss import check_reads, check_real, loss_and_metrics, loss_input, without_padding
-from mpirun.model.rng import LOSS
+from mpirun.model.loss import autocast, loss_and_metrics, loss_input, without_padding
+from mpirun.model.rng import LOSS, generator_states
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F, Instruction, Kind, Op
 from schedgen.util.errors import UsageError
@@ -40,29 +39,28 @@ TAG = 1  # of the outputs that ranks exchange
 
 def score(function: Callable[[Any, Any], Any], stage: LocalStage, i: Instruction) -> Score:
     """A function that computes the loss of a microbatch and its metrics, after the forward `i` of the last stage."""
-    facts, rng = stage.shape.loss, stage.layer_rng
-    draws = facts is not None and facts.draws
+    rng, draws = stage.layer_rng, None
 
     def loss_of(batch: Microbatch, metrics: dict[str, Tensor], outputs: list[Tensor]) -> Tensor:
-        if draws:
+        nonlocal draws
+        if draws is not False:
             rng.begin(LOSS)
+        before = generator_states() if draws is None else []
         loss, returned = loss_and_metrics(function, loss_input(outputs), batch)
         if not loss.requires_grad:
             raise ValueError("the loss has no gradient: it depends on no parameter")
+        if draws is None and (batch.padding < batch.size or not batch.size):  # the first loss shows whether all do
+            draws = not all(map(torch.equal, before, generator_states()))
         metrics |= returned
         return loss
 
     return loss_of
 
 
-def check_minibatch_loss(header: Header, passes: int) -> None:
-    """UsageError unless the outputs of all microbatches of a step can be taken together, in one pass."""
+def check_minibatch_loss(header: Header) -> None:
+    """UsageError unless the outputs of all microbatches of a step can be taken together."""
     if not header.has_flush:
         raise UsageError("the model's loss is of the whole minibatch, and this schedule updates weights before its end")
-    if passes > 1:
-        raise UsageError(
-            "accumulate: the model's loss is of the whole minibatch, so a step is one pass through the list"
-        )
     last = header.compute[:, -1]
     if (last != last[0]).any():
         raise UsageError(
@@ -129,7 +127,6 @@ class MinibatchLoss:
         self.seed, self.exchange = seed, exchange
         self.collected: dict[int, tuple[list[Tensor], Microbatch]] = {}  # by number: outputs, and all but the input
         self.computed: tuple[Tensor, dict[str, Tensor]] | None = None
-        self.checked = False  # what the loss reads, in the first step: no trial has the outputs of all microbatches
 
     def forget(self) -> None:
         """Drop what is collected."""
@@ -156,19 +153,13 @@ class MinibatchLoss:
         self.seed()
         with autocast(self.device.type, self.autocast_dtype):
             output = loss_input(list(map(joined, zip(*outputs, strict=True))))
-            made = loss_and_metrics(self.model.loss, output, Microbatch([], target, 1.0))
-        check_real(*made)
-        return made
+            return loss_and_metrics(self.model.loss, output, Microbatch([], target, 1.0))
 
     def take(self, number: int) -> tuple[list[Tensor | None], Tensor, dict[str, Tensor]]:
         """The gradients of a microbatch's outputs, the loss and its metrics; all outputs have been collected."""
         if self.computed is None:
             with torch.enable_grad():
                 loss, metrics = self.loss()
-            if not self.checked:
-                own = [x for outputs, _ in self.collected.values() for x in outputs]
-                check_reads(loss, self.model, own, last_stage=False)
-                self.checked = True
             if loss.requires_grad:
                 loss.backward()
             elif self._own():

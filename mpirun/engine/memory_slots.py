@@ -50,9 +50,6 @@ class MemorySlots:
             rows = self._most_rows()
         weight = np.array([shape.weight_bytes for shape in shapes], np.int64)
         activation = np.array([dataflow.activation_bytes(s) for s in range(len(shapes))], np.int64)
-        # The last stage's x is the loss or, if that is of the whole minibatch, its outputs.
-        loss = shapes[-1].loss
-        activation[-1] = sum(spec.bytes for spec in shapes[-1].outputs) if loss is None else loss.bytes
         by_edge = np.array([dataflow.x(*edge).spec.bytes for edge in program.header.graph.edges], np.int64)
         zero = np.zeros(len(shapes), np.int64)
         self.bytes = BufferSizes(

@@ -58,25 +58,12 @@ class Optimizer:
         }
         # The stage, or version of it, that a unit's parameters point to now; the views of its weights and gradients.
         self.points_to: dict[Unit, tuple[LocalStage, list[Tensor], list[Tensor]]] = {}
-        self.accumulated: dict[Unit, list[Tensor]] = {}  # gradients, summed over the passes of this step so far
 
     @property
     def names(self) -> set[str]:
         """The names of the torch optimizers' classes, as checkpoints record them."""
         kinds = {type(each) for made in self.by_unit.values() for each in made.optimizers}
         return {f"{kind.__module__}.{kind.__qualname__}" for kind in kinds}
-
-    def accumulate(self, gradients: Mapping[Unit, GradBuffer], first: bool, last: bool) -> None:
-        """Add a pass's gradients to those of earlier passes; in the last pass the sums replace the buffers' totals."""
-        for unit, gradient in gradients.items():
-            totals = gradient.numbers[0]
-            if unit not in self.accumulated:
-                self.accumulated[unit] = [torch.empty_like(total) for total in totals]
-            for before, total in zip(self.accumulated[unit], totals, strict=True):
-                if first:
-                    before.copy_(total)
-                else:
-                    torch.add(before, total, out=total if last else before)
 
     def state(self, unit: Unit) -> list[dict[str, Any]]:
         """The optimizer's state for each parameter of a unit, or piece of one, by torch's names (exp_avg, ...)."""

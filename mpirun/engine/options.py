@@ -49,15 +49,10 @@ class SetupOptions(HostOptions):
 class RunOptions(SetupOptions):
     """What a run has besides."""
 
-    accumulate: int = option("--accumulate N", "passes through the schedule before the optimizer's step", count, 1)
     canonical: bool = switch(
         "--canonical", "add gradients in microbatch order: under every schedule the bits of one process"
     )
     graphs: bool = switch("--graphs", "on a GPU, capture the kernels of each job once, and replay them")
-    on_nan: str = option(
-        "--on-nan", "what to do about a loss or a gradient that is not finite: stop, or skip the optimizer's step",
-        default="stop", choices=("stop", "skip"),
-    )  # fmt: skip
     verify: bool = switch("--verify", "repeat the steps in one process and compare")
     timeout: float = option(
         "--timeout S",

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from mpirun.comm.ordered_allreduce import SLICE_TAGS, OrderedAllreduce
-from mpirun.comm.sections import Section
+from mpirun.comm.ordered_allreduce import SLICE_TAGS, OrderedAllreduce, Section
 from mpirun.comm.transport import NO_ROW
 from mpirun.engine.core.buffers import LocalBuffer
 from mpirun.engine.core.context import Act, Context

@@ -8,7 +8,6 @@ optimizer has is not trained.
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -18,9 +17,8 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler
 
-from mpirun.model.meta_values import like_parameter
 from mpirun.model.rng import derived_seed, seed_generators
-from schedgen.util.errors import UsageError, clip
+from schedgen.util.errors import UsageError
 
 SPREAD = 2654435761  # odd, so that steps differ in the lower 32 bits of a seed: torch's CPU generator uses no more
 # Torch's classes, not their subclasses, that step pieces of a parameter as they step the whole.
@@ -72,47 +70,29 @@ class Recipe:
     elementwise: bool = False
 
     def make(self, named: Sequence[NamedParameter], seed: int = 0, shard: int = -1) -> SteppedOptimizer:
-        """The optimizers of these parameters; UsageError if two of them have one, or one has others.
+        """The optimizers of these parameters; UsageError if one has others.
 
         `seed`: the run's, for optimizers that draw numbers; `shard`: of the stage's weights; -1: they are not divided.
         """
         made = self.factory(named)
         optimizers = [made] if isinstance(made, torch.optim.Optimizer) else list(made)
         names = {id(entry.parameter): entry.name for entry in named}
-        held = Counter(id(parameter) for group in groups_of(optimizers) for parameter in group["params"])
-        if held.keys() - names.keys():
+        held = {id(parameter) for group in groups_of(optimizers) for parameter in group["params"]}
+        if held - names.keys():
             raise UsageError("the optimizer has other parameters than it is given: take those of the NamedParameters")
-        if twice := [names[x] for x, count in held.items() if count > 1]:
-            raise UsageError(f"two of the optimizers have {clip(', '.join(twice))}")
-        rates = {str(options.get("lr")) for options in group_options(optimizers)}
-        if self.rate is not None and len(rates) > 1:
-            raise UsageError(
-                f"the optimizer's groups have the rates {clip(', '.join(sorted(rates)))}, but lr sets one for all of "
-                "them: leave lr out, and change them from step to step by scheduler="
-            )
         if not all(entry.whole for entry in named):
             self._check_pieces(named, optimizers)
         left_out = {name for x, name in names.items() if x not in held}
         return SteppedOptimizer(self, optimizers, derived_seed(seed, shard + 1, named[0].name), left_out)
 
     def _check_pieces(self, named: Sequence[NamedParameter], optimizers: Several) -> None:
-        """UsageError unless pieces of parameters are stepped element by element, and with the options of the whole."""
+        """UsageError unless pieces of parameters are stepped element by element."""
         piece = next(entry.name for entry in named if not entry.whole)
         others = [type(each).__name__ for each in optimizers if not (self.elementwise or type(each) in ELEMENTWISE)]
         if others:
             raise UsageError(
                 f"several ranks divide {piece}, and {others[0]} is none of torch.optim's classes that step "
                 "element by element: say Engine(elementwise=True) if it does, or divide no weights (shards 1, tensor 1)"
-            )
-        wholes = [
-            entry._replace(parameter=like_parameter(x, x.new_zeros(()).expand(entry.shape)), whole=True)
-            for entry in named
-            for x in [entry.parameter]
-        ]
-        if _options_by_name(optimizers, named) != _options_by_name(self.make(wholes).optimizers, wholes):
-            raise UsageError(
-                f"the optimizer's groups have other options for pieces of parameters, as of {piece}, than for the "
-                "whole: choose them by the names and shapes of NamedParameters"
             )
 
 
@@ -197,9 +177,3 @@ def group_options(optimizers: Several) -> list[dict[str, Any]]:
 def groups_of(optimizers: Several) -> list[dict[str, Any]]:
     """The parameter groups that have parameters."""
     return [group for each in optimizers for group in each.param_groups if group["params"]]
-
-
-def _options_by_name(optimizers: Several, named: Sequence[NamedParameter]) -> dict[str, dict[str, Any]]:
-    names = {id(entry.parameter): entry.name for entry in named}
-    options = zip(groups_of(optimizers), group_options(optimizers), strict=True)
-    return {names[id(parameter)]: of_group for group, of_group in options for parameter in group["params"]}

@@ -24,7 +24,6 @@ from mpirun.engine.options import HostOptions, RunOptions, SetupOptions
 from mpirun.engine.recipe import Recipe
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Dataflow, Reads, all_outputs, check_graph
-from mpirun.model.module_tensors import shared_buffers
 from mpirun.model.stage_shape import StageShape
 from mpirun.model.trial import Trial
 from schedgen.ir.header import Header
@@ -45,10 +44,8 @@ class Setup(Host):
 
     recipe: Recipe
     seed: int
-    passes: int  # accumulation passes through the list, per step
     canonical: bool
     autocast_dtype: torch.dtype | None  # the type that autocast computes in
-    on_nan: str
     graphs: bool
     model: Model  # with the slices of tensor parallelism
     unsliced_model: Model
@@ -110,13 +107,12 @@ def set_up(
     reads = together(comm, lambda: _reads(model, header, source))
     dtype, device = torch.bfloat16 if options.autocast else None, host.device.torch
     shapes = from_rank_0(comm, lambda: Trial(model, reads, source.example, dtype, device, prepare).shapes())
-    together(comm, lambda: _check_shared_buffers(unsliced_model, shapes))
     counts = [len(shape.outputs) for shape in shapes]
     outputs_read = reads if model.reads is not None else [all_outputs(sources, counts) for sources in reads]
     dataflow = Dataflow(outputs_read, header, [shape.outputs for shape in shapes])
     return Setup(
-        **vars(host), recipe=recipe, seed=options.seed, passes=options.accumulate, canonical=options.canonical,
-        autocast_dtype=dtype, on_nan=options.on_nan, graphs=options.graphs, model=model,
+        **vars(host), recipe=recipe, seed=options.seed, canonical=options.canonical,
+        autocast_dtype=dtype, graphs=options.graphs, model=model,
         unsliced_model=unsliced_model, shapes=shapes, dataflow=dataflow, microbatches=source,
     )  # fmt: skip
 
@@ -124,32 +120,14 @@ def set_up(
 def _check_options(model: Model, options: RunOptions, recipe: Recipe, header: Header, device: Device) -> None:
     if options.graphs and not device.has_graphs:
         raise UsageError("graphs: a CPU launches no kernels that could be captured")
-    if not header.has_flush:
-        refused = {"clip": recipe.clip is not None, "accumulate": options.accumulate > 1}
-        for option in [option for option, used in refused.items() if used]:
-            raise UsageError(f"{option} needs the whole gradient, and this schedule updates stages one by one")
-        if options.on_nan == "skip":
-            raise UsageError(
-                "on_nan skip: this schedule updates stages before all losses are known, so no step can be skipped"
-            )
+    if not header.has_flush and recipe.clip is not None:
+        raise UsageError("clip needs the whole gradient, and this schedule updates stages one by one")
     check_slices(model, header)
     if model.loss_of == "minibatch":
-        check_minibatch_loss(header, options.accumulate)
+        check_minibatch_loss(header)
 
 
 def _reads(model: Model, header: Header, microbatches: MicrobatchSource) -> Reads:
     reads = model.resolved_reads(header.graph.producers, len(microbatches.example.leaves))
     check_graph(reads, header)
     return reads
-
-
-def _check_shared_buffers(model: Model, shapes: Sequence[StageShape]) -> None:
-    """UsageError if stages share a buffer that forwards change: each stage has a copy, and the copies would diverge."""
-    changed = {(shape.model_stage, name) for shape in shapes for name in shape.changed_buffers}
-    for places in shared_buffers(model.stages):
-        if not changed.isdisjoint(places):
-            (stage, name), (other, its_name), *_ = places
-            raise UsageError(
-                f"{name} of stage {stage} and {its_name} of stage {other} are one buffer, and forwards would change a "
-                "copy in each: split puts it into one stage"
-            )

@@ -4,7 +4,7 @@
 - What a wait is for is recorded when the transport begins to wait.
 - A GPU executes an instruction after its launch. So each instruction that computes is followed by a wait for the GPU,
   and traced steps are slower than others, the more so the shorter their jobs are.
-- The clocks of all ranks are compared with rank 0's before the first traced step and after the last.
+- The clocks of all ranks are compared with rank 0's before the first traced step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ON_DEVICE = (*COMPUTE, Op.ADD, Op.STEP)
 
 
 class Pass(NamedTuple):
-    """What is recorded of one accumulation pass; a step without accumulation is one pass."""
+    """What is recorded of one step."""
 
     times: list[float]  # by row, when the instruction began; one more: when the last one ended
     waited: list[float]  # as `times`: seconds that the transport had waited until then
@@ -46,7 +46,7 @@ class Pass(NamedTuple):
 
 
 class StepTrace:
-    """One rank's record of the passes between `begin` and `end`."""
+    """One rank's record of the passes between `begin` and `detach`."""
 
     def __init__(self, instructions: list[Instruction], device: Device) -> None:
         self.instructions, self.device = instructions, device
@@ -55,8 +55,7 @@ class StepTrace:
 
     def begin(self, interpreter: Interpreter) -> None:
         """Trace all passes from now on. Collective."""
-        self.transport = interpreter.transport
-        self.before = read_clocks(self.transport)
+        self.ahead = clock_ahead(interpreter.transport)
         self.attach(interpreter)
 
     def attach(self, interpreter: Interpreter) -> None:
@@ -70,13 +69,8 @@ class StepTrace:
         transport.on_wait = partial(self._note_wait, interpreter.state, on_wait)
 
     def detach(self) -> None:
-        """Stop tracing."""
+        """Stop tracing; the trace can be written afterwards."""
         self.attached.close()
-
-    def end(self) -> None:
-        """As `detach`; the trace can be written afterwards. Collective."""
-        self.detach()
-        self.after = read_clocks(self.transport)
 
     def _execute(self, interpreter: Interpreter) -> None:
         length, transport, clock = len(self.instructions), interpreter.transport, time.perf_counter
@@ -127,8 +121,7 @@ class StepTrace:
     def write(self, comm: MPI.Intracomm, program: Program | None, path: str) -> None:
         """Write the passes of all ranks as a Chrome trace; `program`: that of all ranks, on rank 0. Collective."""
         times, waited, causes = (np.array(column) for column in zip(*self.passes, strict=True))
-        own = as_rank_0_times(times, self.before, self.after), np.diff(waited, axis=1), causes
-        by_rank = comm.gather(own)
+        by_rank = comm.gather((times + self.ahead, np.diff(waited, axis=1), causes))
         on_rank_0(comm, lambda: write_output("trace", path, _trace(by_rank or [], program)))
 
 
@@ -146,16 +139,8 @@ def _trace(by_rank: list[tuple[Times, Times, Small]], program: Program | None) -
     return trace_file(trace_events(program, timelines, MEASURED))
 
 
-class ClockReading(NamedTuple):
-    """What this rank's clock shows at some moment, and how far rank 0's clock is ahead of it; seconds."""
-
-    time: float
-    ahead: float
-    error: float  # by which `ahead` may be wrong
-
-
-def read_clocks(transport: Transport, clock: Callable[[], float] = time.perf_counter) -> ClockReading:
-    """Compare this rank's clock with rank 0's. Collective; all ranks return at about the same moment.
+def clock_ahead(transport: Transport, clock: Callable[[], float] = time.perf_counter) -> float:
+    """By how many seconds rank 0's clock is ahead of this rank's; 0 within the error. Collective.
 
     Rank 0 asks each rank for its time, and assumes that the rank reads its clock half-way between question and answer.
     """
@@ -184,14 +169,5 @@ def read_clocks(transport: Transport, clock: Callable[[], float] = time.perf_cou
             send(0, np.array([clock()]))
         receive(0, measured)
     transport.wait(comm.Ibarrier().Test)
-    return ClockReading(clock(), float(measured[1]), float(measured[0]) / 2)
-
-
-def as_rank_0_times(times: NDArray[np.float64], before: ClockReading, after: ClockReading) -> NDArray[np.float64]:
-    """Times of this rank's clock converted to rank 0's, in seconds; between two readings the difference is linear.
-
-    A difference that is within its error counts as 0, so that ranks of one host keep their times.
-    """
-    first, last = (0.0 if abs(reading.ahead) <= reading.error else reading.ahead for reading in (before, after))
-    elapsed = (times - before.time) / max(after.time - before.time, 1e-9)
-    return times + (first + (last - first) * elapsed)
+    took, ahead = measured.tolist()
+    return ahead if abs(ahead) > took / 2 else 0.0

@@ -59,7 +59,7 @@ def main(model: str, text: str, schedule: str, tuned: str, **options: Any) -> No
     example = {"input_ids": torch.zeros(2, LENGTH, dtype=torch.long)}
     run = mpirun.Engine(
         schedule, mpirun.split(net, example, stages=4), stages=4, microbatches=8, loss=loss, optimizer=optimizer,
-        lr=lambda step: RATE * (1 + cos(pi * step / steps)) / 2, clip=1.0, weights=model, export=tuned, **options,
+        lr=lambda step: RATE * (1 + cos(pi * step / steps)) / 2, clip=1.0, weights=model, **options,
     )  # fmt: skip
     loader = run.loader(Pieces(tokens[:cut]), microbatch_size=2, shuffle=True)
     validation = run.loader(Pieces(tokens[cut:]), microbatch_size=2)
@@ -80,5 +80,4 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("model", "text", "schedule", "tuned"):
         parser.add_argument(name)
-    words = vars(parser.parse_args())
-    main(**words, log=f"{words['tuned']}-events")
+    main(**vars(parser.parse_args()))

@@ -1,13 +1,13 @@
 """A stage's module, from its entry in `Model.stages`: with the same weights on every rank, for every cut.
 
-A module that is given is the stage itself, no copy of it. `stage_values.py` gives parameters and buffers their values;
-here tied parameters then get the value of the tie's first. `stage_copies.py` builds stages for other purposes.
+A module that is given is the stage itself, no copy of it. Parameters and buffers have values from `Model.weights`, else
+from the module, else from its init; tied ones then get the value of the tie's first. `stage_copies.py` builds stages
+for other purposes.
 """
 
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,26 +17,122 @@ import torch
 from torch import Tensor, nn
 
 from mpirun.model.contract import Model
-from mpirun.model.meta_values import MetaStage, like
+from mpirun.model.meta_values import MetaModule, MetaStage, initial_values, like
 from mpirun.model.module_tensors import (
-    check_parameters,
     given_modules,
     kept,
     own_tensors,
     replace_tensors,
+    temporary_buffers,
+    tensor_aliases,
     use_dense_gradients,
 )
+from mpirun.model.parallel_layers import Slice, SlicedDim, sliced_dims
 from mpirun.model.rng import derived_seed, seed_generators
-from mpirun.model.stage_values import NeedsValue, StageValues
-from mpirun.model.weight_names import lack
-from schedgen.util.errors import MpirunWarning, UsageError, raised, raised_at
+from schedgen.util.errors import UsageError, raised, raised_at
+
+
+def weight_names(model: Model, stage: int, module: nn.Module, prefix: str = "") -> dict[str, list[str]]:
+    """By parameter and saved buffer of a module, the names that weights may have for it, its entry name first.
+
+    `module`: the stage, or a part of it whose names in the stage begin with `prefix`.
+    """
+    temporary = temporary_buffers(module)
+    names, aliases = [name for name in own_tensors(module) if name not in temporary], tensor_aliases(module)
+    return {
+        name: _candidates(model, stage, [f"{prefix}{own}" for own in (name, *aliases.get(name, ()))]) for name in names
+    }
+
+
+def unused_names(model: Model) -> dict[str, list[str]]:
+    """The same of what is in no stage, because the forward of the module that was split does not use it."""
+    return {name: _candidates(model, 0, [name]) for name in model.origin.unused}
+
+
+def _candidates(model: Model, stage: int, names: Sequence[str]) -> list[str]:
+    untied = model._replace(tied=())
+    known = [model.entry_name(stage, names[0])]
+    known += [untied.entry_name(*place) for tie in model.tied if (stage, names[0]) in tie for place in tie]
+    known += [untied.entry_name(stage, name) for name in names]
+    return list(dict.fromkeys([*known, *(alias for name in known for alias in model.origin.aliases.get(name, ()))]))
+
+
+NeedsValue = Callable[[str, Tensor], bool]  # takes a name in the stage, and its parameter or buffer
+
+
+class StageValues:
+    """Gives values to the layers of one stage."""
+
+    def __init__(self, model: Model, stage: int, needs_value: NeedsValue, mapped: bool) -> None:
+        """`mapped`: as for `build_stage`."""
+        self.model, self.stage, self.needs_value, self.mapped = model, stage, needs_value, mapped
+        self.loaded: set[str] = set()  # names of the values that `weights` gave
+
+    def give(self, module: nn.Module, make: object, prefix: str) -> None:
+        """Give a layer the values that `weights` has for it, and values to tensors on the meta device that need some.
+
+        `make`: its entry in the model; `prefix`: what its names in the stage begin with.
+        """
+        values, seed, tensors = self._load(module, prefix), torch.initial_seed(), own_tensors(module)
+        tied = {
+            name for tie in self.model.tied if tie[0][0] != self.stage for place, name in tie if place == self.stage
+        }
+        tied -= {prefix + name for name in values}  # these get the value of the tie's first
+        on_meta = {name: x for name, x in tensors.items() if x.is_meta and prefix + name not in tied}
+        unset = {name: x for name, x in on_meta.items() if name not in values and self.needs_value(prefix + name, x)}
+        if unset and not isinstance(make, nn.Module | MetaStage):
+            raise UsageError(f"{next(iter(unset))} is on the meta device, and no weights give it values")
+        source = make.source if isinstance(make, MetaStage) else MetaModule(module, None)
+        values |= initial_values(source, unset, seed)
+        for name, value in values.items():
+            if name not in on_meta:
+                tensors[name].data = value
+        empty = {name: torch.empty_like(x, device="cpu") for name, x in on_meta.items() if name not in values}
+        new = {id(x): like(x, (values | empty)[name]) for name, x in on_meta.items()}
+        for part in (module, source.module):
+            replace_tensors(part, new)
+        for parameter in module.parameters():
+            if parameter.requires_grad:  # as in the flat weights of a run
+                parameter.data = parameter.data.contiguous()
+
+    def _load(self, module: nn.Module, prefix: str) -> dict[str, Tensor]:
+        if self.model.weights is None:
+            return {}
+        tensors = {name: x for name, x in own_tensors(module).items() if self.needs_value(f"{prefix}{name}", x)}
+        names = {n: c for n, c in weight_names(self.model, self.stage, module, prefix).items() if n in tensors}
+        weights = dict(self.model.weights([candidate for candidates in names.values() for candidate in candidates]))
+        dims, values = sliced_dims(module), {}
+        for name, candidates in names.items():
+            present = [candidate for candidate in candidates if candidate in weights]
+            if present:
+                values[name] = self._fitted(present[0], weights[present[0]], tensors[name], dims.get(name))
+                self.loaded.add(f"{prefix}{name}")
+        return values
+
+    def _fitted(self, name: str, value: Tensor, tensor: Tensor, dim: SlicedDim | None) -> Tensor:
+        """A weight converted for a parameter or buffer: this slice's share, in the module's type."""
+        slice = self.model.slice_of(self.stage)
+        expected = whole_shape(tensor, dim, slice)
+        if tuple(value.shape) != expected:
+            raise UsageError(f"weights: {name} has shape {tuple(value.shape)}, but {expected} in the model")
+        if value.dtype.is_floating_point != tensor.dtype.is_floating_point:
+            raise UsageError(f"weights: {name} is {value.dtype}, but {tensor.dtype} in the model")
+        if dim is not None and slice.count > 1:
+            value = dim.share(value, slice)
+        copied = not (self.mapped and tensor.requires_grad)
+        return value.to(tensor.dtype, copy=copied, memory_format=torch.contiguous_format)
+
+
+def whole_shape(tensor: Tensor, dim: SlicedDim | None, slice: Slice) -> tuple[int, ...]:
+    """The shape of a tensor in the weights; a tensor slice has a share of it along `dim`, or all of it if None."""
+    return tuple(tensor.shape) if dim is None or slice.count == 1 else dim.full_shape(tensor.shape, slice)
 
 
 def build_stage(model: Model, stage: int, seed: int, values: bool = True, mapped: bool = False) -> nn.Module:
     """The module of a stage, its weights seeded by the names of its layers, or else by the stage's index.
 
     Tied parameters have the value of the tie's first; if the stage has a parameter twice, both become one. UsageError
-    if the model's function fails, a tie names no parameter, a parameter has a hook, or weights do not fit.
+    if the model's function fails, a tie names no parameter, or weights do not fit.
 
     values  False: trained parameters need none, since another rank has them
     mapped  trained parameters may lie in memory that is mapped from a file: the caller copies them
@@ -70,8 +166,6 @@ class StageBuilder:
         for tie in model.tied:
             if any(place == stage for place, _ in tie) and not model.ties_slices(tie):  # slices of one stage are equal
                 self._apply_tie(module, tie)
-        if self.values and self.values.missing and not hasattr(model.weights, "names"):  # else check_weights has warned
-            warnings.warn(lack(self.values.missing, f"weights of stage {stage}"), MpirunWarning, stacklevel=3)
         return module
 
     def untied(self) -> nn.Module:
@@ -93,7 +187,6 @@ class StageBuilder:
                 module = make if isinstance(make, nn.Module) else make()
             if not isinstance(module, nn.Module):
                 raise UsageError(f"it should be an nn.Module, not {type(module).__name__}")
-            check_parameters(module, type(module).__name__)
             if self.values is not None:
                 self.values.give(module, make, prefix)
         except (Exception, SystemExit) as error:

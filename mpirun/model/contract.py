@@ -30,7 +30,6 @@ class Origin(NamedTuple):
     pair        collated samples of a loader -> (input, target); stages count the leaves of this input.
     traced      whether stages are for microbatches of one shape, or of one for each of `buckets`.
     buckets     the sizes that it was traced on.
-    check_eval  raises UsageError if stages would not compute in eval mode what the module does.
     join        (stages, numbers) -> the fields stages, tied and reads of a Model whose stage k joins the next
                 numbers[k] of these stages; UsageError if they are not the stages that were cut. None: only stages that
                 are given by their layers can be joined.
@@ -46,7 +45,6 @@ class Origin(NamedTuple):
     pair: Pair = input_and_target
     traced: bool = False
     buckets: tuple[int, ...] = ()
-    check_eval: Callable[[], None] = lambda: None
     join: Callable[[Sequence[StageEntry], Sequence[int]], Mapping[str, Any]] | None = None
     rebuild: Callable[[Any], Any] | None = None
     unused: Mapping[str, Tensor] = {}

@@ -14,7 +14,6 @@ from torch import nn
 
 from mpirun.model.contract import Layers, Model, StageEntry
 from mpirun.model.dataflow import check_reads
-from mpirun.model.loss import check_loss
 from mpirun.model.module_tensors import own_tensors, shared_parameters
 from schedgen.util.errors import UsageError, raised, raised_at
 
@@ -86,7 +85,6 @@ def check_model(model: Model, stages: int) -> Model:
         raise UsageError(f"the model has {len(model.stages)} stages, not the {stages} that it is asked for")
     for stage, entry in enumerate(model.stages):
         _check_stage(stage, entry, model.weights is not None)
-    check_loss(model.loss)
     if outside := [stage for stage in model.sliced if not 0 <= stage < stages - 1]:
         raise UsageError(f"the model slices stage {outside[0]}, but only stages before the last can have slices")
     if wrong := [place for tie in model.tied for place in tie if not 0 <= place[0] < stages]:

@@ -1,73 +1,31 @@
-"""The loss of one microbatch, without its padding, and the metrics that the loss function may return."""
+"""The loss of one microbatch, without its padding, and its metrics; mixed precision, in which it is computed, too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
 from mpirun.data.chunks import one_per_sample
 from mpirun.data.microbatches import Microbatch
-from mpirun.model.contract import Model
-from mpirun.model.forward_watch import leaves_of_graph
-from mpirun.model.module_tensors import given_modules
-from schedgen.util.errors import UsageError, clip, raised, raised_at
-
-Outputs = TypeVar("Outputs")
-Found = TypeVar("Found")
-
-# The names of a step's other numbers in `log` and in the rows of --metrics.
-STEP_NUMBERS = frozenset({"grad_norm", "loss", "lr", "seconds", "step", "tokens"})
+from schedgen.util.errors import UsageError
 
 
-def check_loss(function: object) -> None:
-    """UsageError if a loss has parameters of its own, which nothing would train."""
-    named = function.named_parameters() if isinstance(function, nn.Module) else ()
-    trained = [name for name, parameter in named if parameter.requires_grad]
-    if trained:
-        raise UsageError(
-            f"the loss has parameters that need a gradient, {clip(', '.join(trained))}: put them into the last stage, "
-            "or freeze them (requires_grad_(False))"
-        )
+def autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[None]:
+    """`torch.autocast` to `dtype` on a type of device (cpu, cuda); None: the region computes in the tensors' types."""
+    return nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype)
 
 
 def of_last_stage(
     function: Callable[[Any, Any], Any], rebuild: Callable[[Any], Any] | None
 ) -> Callable[[Any, Any], Any]:
     """A loss of the last stage's output, from a loss of the module's own; `rebuild`: as Origin.rebuild."""
-    check_loss(function)
     return function if rebuild is None else lambda output, target: function(rebuild(output), target)
-
-
-def check_real(loss: Tensor, metrics: Mapping[str, Tensor]) -> None:
-    """UsageError if a loss, or one of its metrics, is a complex number."""
-    for name, value in {"loss": loss, **{f"metric {name}": value for name, value in metrics.items()}}.items():
-        if value.is_complex():
-            raise UsageError(f"the {name} should be a real number, not {value.dtype}")
-
-
-def check_reads(loss: Tensor, model: Model, outputs: Sequence[Tensor], last_stage: bool) -> None:
-    """UsageError if a loss depends on more than these outputs: no rank would have the whole gradient of that.
-
-    `last_stage`: it may read what the last stage alone trains, as for a penalty; each backward gives its gradient.
-    """
-    known, names = set(map(id, outputs)), dict[int, str]()
-    for stage, entry in enumerate(model.stages):
-        named = [item for prefix, module in given_modules(entry) for item in module.named_parameters(prefix)]
-        new = {id(x): repr(model.entry_name(stage, name)) for name, x in named if id(x) not in names}
-        known |= new.keys() if last_stage and stage == len(model.stages) - 1 else set()
-        names |= new
-    for leaf in leaves_of_graph([loss]):
-        if id(leaf) not in known:
-            what = names.get(id(leaf), f"of shape {tuple(leaf.shape)}")
-            raise UsageError(
-                f"the loss reads the trained parameter {what}: return it from forward, expanded over the samples, or "
-                "freeze it (requires_grad_(False))"
-            )
 
 
 def loss_input(outputs: Sequence[Tensor]) -> Any:
@@ -109,28 +67,7 @@ def _metric(name: object, value: Any, loss: Tensor) -> Tensor:
     if not isinstance(name, str) or not isinstance(value, Tensor) or value.numel() != 1:
         found = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise UsageError(f"the metric {name} should be one number, not {found}")
-    if name in STEP_NUMBERS:
-        raise UsageError(f"a metric is called {name}, as another number of a step: give it another name")
     return value.detach().reshape(())
-
-
-def try_loss(loss: Callable[[Outputs], Found], zeros: Outputs, real: Callable[[], Outputs]) -> Found:
-    """The result of `loss` on `zeros` or, if it fails on them (an output may be a scale), on the outputs of `real`.
-
-    UsageError if it fails on these, too.
-    """
-    try:
-        return loss(zeros)
-    except UsageError:
-        raise
-    except (Exception, SystemExit):
-        outputs = real()
-    try:
-        return loss(outputs)
-    except UsageError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"the loss fails on the shapes it gets: {raised(error)}{raised_at(error)}") from error
 
 
 def without_padding(what: str, tree: Any, batch: Microbatch) -> Any:
@@ -152,22 +89,12 @@ def why_uncut(what: str, tree: Any, size: int) -> str | None:
 
     Of an output, whose dimensions only the model knows, dimension 0 alone has to be as long as the microbatch.
     """
-    is_mapping = what == "target" and isinstance(tree, Mapping)
-    remedy = ", or pairs (input, target), as the loss gets all of a mapping" if is_mapping else ""
     for path, x in tree_leaves_with_path(tree):
         if isinstance(x, Tensor) and (x.shape[:1] != (size,) or (what == "output" and size in x.shape[1:])):
-            if what == "output" and x.shape[:1] == (size,):  # both may be: a similarity of each sample to each
-                return (
-                    f"the output{keystr(path)} of a microbatch of {size} samples has shape {tuple(x.shape)}, of which "
-                    f"each dimension of {size} could be the samples, and the last step of an epoch is padded: take "
-                    'microbatches of another size, or of one that divides the samples, or last="drop"'
-                )
-            if what == "output" and not x.dim():
-                remedy = ", or compute what is a mean over samples, such as output.loss, in loss=, from output.logits"
             return (
-                f"the {what}{keystr(path)} of a microbatch of {size} samples has shape {tuple(x.shape)}, but the "
-                "last step of an epoch is padded: give tensors with the samples in dimension 0 alone (expand over them "
-                'what is not by sample), or the loader a microbatch_size that divides them, or last="drop"'
-                f"{remedy}"
+                f"the {what}{keystr(path)} of a microbatch of {size} samples has shape {tuple(x.shape)}, but the last "
+                "step of an epoch is padded: give tensors with the samples in dimension 0 alone (expand over them what "
+                "is not by sample; compute means over samples in loss=), or the loader another microbatch_size, such "
+                'as one that divides the samples, or last="drop"'
             )
     return None

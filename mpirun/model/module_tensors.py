@@ -18,9 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from mpirun.model.meta_values import MetaStage
-from schedgen.util.errors import UsageError
-
-HOOKS = {"register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks"}
 
 
 @contextlib.contextmanager
@@ -53,13 +50,6 @@ def kept(modules: Iterable[nn.Module]) -> Iterator[None]:
             x.data = memory
             if x.is_leaf:  # else a forward has made a buffer a part of its graph
                 x.requires_grad_(requires_grad)
-
-
-def check_parameters(module: nn.Module, what: str) -> None:
-    """UsageError if a parameter has a hook, which that of a stage would not have; `what`: the module."""
-    for name, parameter in module.named_parameters():
-        if hook := next((hook for hook, attribute in HOOKS.items() if getattr(parameter, attribute, None)), None):
-            raise UsageError(f"{what}: its parameter {name} has a hook ({hook}), which a stage would not call")
 
 
 def use_dense_gradients(module: nn.Module) -> None:
@@ -120,16 +110,6 @@ def given_modules(entry: object) -> list[tuple[str, nn.Module]]:
     layers = entry.items() if isinstance(entry, Mapping) else [("", entry)]
     modules = [(prefix, layer.module if isinstance(layer, MetaStage) else layer) for prefix, layer in layers]
     return [(prefix, module) for prefix, module in modules if isinstance(module, nn.Module)]
-
-
-def shared_buffers(stages: Sequence[object]) -> list[list[tuple[int, str]]]:
-    """The buffers that the modules of several stages, or of layers of one, share: each as a list of (stage, name)."""
-    places: dict[int, list[tuple[int, str]]] = {}
-    for stage, entry in enumerate(stages):
-        for prefix, module in given_modules(entry):
-            for name, buffer in module.named_buffers(prefix):
-                places.setdefault(id(buffer), []).append((stage, name))
-    return [shared for shared in places.values() if len(shared) > 1]
 
 
 def replace_tensors(module: nn.Module, new: Mapping[int, Tensor]) -> None:

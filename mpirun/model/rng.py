@@ -39,12 +39,6 @@ def seed_generators(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-def generator_states(device: torch.device) -> list[list[int]]:
-    """The states of torch's CPU generator and of a GPU's: they differ as soon as something has drawn."""
-    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-    return [state.tolist() for state in states]
-
-
 class GeneratorsKept:
     """On exit, restore torch's generators of the CPU and of the current GPU, whatever drew from them or seeded them.
 
@@ -56,7 +50,7 @@ class GeneratorsKept:
 
     def __enter__(self) -> None:
         """Keep the script's states."""
-        self.of_script.append(_states())
+        self.of_script.append(generator_states())
 
     def __exit__(self, *_: object) -> None:
         """Restore them."""
@@ -66,7 +60,7 @@ class GeneratorsKept:
         """What a loader gives, which draws from the script's generators, as in a loop of the script."""
         items: Iterator[T] | None = None
         while True:
-            own = _states()
+            own = generator_states()
             _set_states(self.of_script[-1])
             try:
                 items = iter(loader) if items is None else items
@@ -74,12 +68,13 @@ class GeneratorsKept:
             except StopIteration:
                 return
             finally:
-                self.of_script[-1] = _states()
+                self.of_script[-1] = generator_states()
                 _set_states(own)
             yield item
 
 
-def _states() -> list[Tensor]:
+def generator_states() -> list[Tensor]:
+    """The states of torch's generators, of the CPU and of the current GPU."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 

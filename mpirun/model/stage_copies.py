@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -14,7 +13,7 @@ from mpirun.model.build_stage import StageBuilder, build_stage, given_apart
 from mpirun.model.contract import Model
 from mpirun.model.meta_values import like
 from mpirun.model.module_tensors import kept, own_tensors, replace_tensors
-from schedgen.util.errors import MpirunWarning, UsageError
+from schedgen.util.errors import UsageError
 
 
 class _NoMemo(FakeTensorConverter):
@@ -62,10 +61,7 @@ def stage_apart(model: Model, stage: int, seed: int = 0) -> Iterator[nn.Module]:
     The module that was given, if there is one, has its own tensors again in the end.
     """
     with given_apart(model, stage, copied=True):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", MpirunWarning)  # building it for training warns of the same
-            module = build_stage(model, stage, seed)
-        yield module
+        yield build_stage(model, stage, seed)
 
 
 def stage_with(model: Model, stage: int, values: Mapping[str, Tensor]) -> nn.Module:

@@ -11,8 +11,6 @@ from torch import Tensor
 from mpirun.model.dataflow import ALIGN, TensorSpec
 from mpirun.model.parallel_layers import SlicedDim
 
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")  # buffers of torch's normalisations
-
 
 class Place(NamedTuple):
     """Where a parameter lies in its stage's flat weights, which are bytes."""
@@ -31,14 +29,6 @@ class Place(NamedTuple):
         return flat[self.begin : self.end].view(self.dtype).view(self.size)
 
 
-class LossFacts(NamedTuple):
-    """What every rank knows of a microbatch's loss."""
-
-    bytes: int  # of the loss, which is the last stage's x
-    metrics: tuple[str, ...]  # sorted names of the metrics that it returns
-    draws: bool  # whether it draws random numbers
-
-
 class StageShape(NamedTuple):
     """What every rank knows of a stage: its outputs on one microbatch, and its trained parameters."""
 
@@ -50,15 +40,9 @@ class StageShape(NamedTuple):
     changed_buffers: tuple[str, ...] = ()  # the buffers that it changed in the trial
     aliased_outputs: tuple[int, ...] = ()  # outputs that lie in the memory of its inputs or parameters
     random_layers: tuple[str, ...] = ()  # layers that draw random numbers, or might in other microbatches
-    loss: LossFacts | None = None  # None: not the last stage, or the loss is of the whole minibatch
     layout: tuple[Place, ...] = ()  # of the trained parameters in the flat weights
     sliced_dims: Mapping[str, SlicedDim] = {}  # the parameters and buffers that are divided among slices
     model_stage: int = 0  # its index; of a slice or replica, that of the model function's stage
-
-    @property
-    def state(self) -> list[str]:
-        """The buffers that it changed in the trial, without the running statistics of torch's normalisations."""
-        return [name for name in self.changed_buffers if name.rpartition(".")[2] not in STATISTICS]
 
 
 def flat_layout(parameters: Sequence[Tensor]) -> tuple[list[Place], int]:

@@ -20,16 +20,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpirun.data.microbatches import Microbatch
-from mpirun.data.values import copy_of, to_device
-from mpirun.model.autocast import autocast
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Reads, Source, TensorSpec, Value, all_outputs, spec_of
 from mpirun.model.forward_watch import ForwardWatch, leaves_of_graph, memory
-from mpirun.model.loss import check_reads, check_real, loss_and_metrics, loss_input, try_loss
+from mpirun.model.loss import autocast
 from mpirun.model.parallel_layers import sliced_dims
-from mpirun.model.rng import generator_states
 from mpirun.model.stage_copies import fake_mode, stage_apart, stage_without_values
-from mpirun.model.stage_shape import LossFacts, StageShape, flat_layout
+from mpirun.model.stage_shape import StageShape, flat_layout
 from schedgen.util.errors import UsageError, raised, raised_at
 
 CPU = torch.device("cpu")
@@ -63,42 +60,19 @@ class Trial:
     real: list[tuple[Sequence[Tensor], StageShape]] = field(default_factory=list)  # of the first stages, with values
 
     def shapes(self) -> list[StageShape]:
-        """The shapes of all stages, found by running them on this microbatch, and the loss on zeros or on real outputs.
+        """The shapes of all stages, found by running them on this microbatch.
 
-        UsageError if a stage, or the loss, cannot take what it reads, or does not return what the contract says.
+        UsageError if a stage cannot take what it reads, or does not return what the contract says.
         """
         leaves = len(self.batch.leaves)
         for stage, sources in enumerate(self.reads):
             for source in sources:
                 if isinstance(source, Input) and source.leaf >= leaves:
                     raise UsageError(f"stage {stage} reads leaf {source.leaf} of the input, which has {leaves}")
-        shapes = self._without_loss()
-        if self.model.loss_of == "minibatch":  # the loss takes the outputs of all microbatches
-            for number, spec in enumerate(shapes[-1].outputs):
-                if not spec.size:
-                    raise UsageError(
-                        f"output {number} of the model has no dimensions, and a loss of the whole minibatch takes "
-                        "outputs joined along dimension 0: return it expanded over the samples, x.expand(samples)"
-                    )
-            return shapes
-        loss_of = partial(self._loss_facts, to_device(self.batch, self.device))
-        zeros: Sequence[Tensor] = [spec.zeros(self.device) for spec in shapes[-1].outputs]
-        facts = try_loss(loss_of, zeros, self.last_outputs)
-        last = shapes[-1].model_stage
-        return [shape._replace(loss=facts) if shape.model_stage == last else shape for shape in shapes]
-
-    def _loss_facts(self, batch: Microbatch, outputs: Sequence[Tensor]) -> LossFacts:
-        before = generator_states(self.device)
-        batch = batch._replace(target=copy_of(batch.target))
-        with torch.enable_grad(), autocast(self.device.type, self.autocast_dtype):
-            loss, metrics = loss_and_metrics(self.model.loss, loss_input(outputs), batch)
-        check_real(loss, metrics)
-        check_reads(loss, self.model, outputs, last_stage=True)
-        draws = generator_states(self.device) != before
-        return LossFacts(loss.element_size(), tuple(sorted(metrics)), draws)
+        return self._shapes()
 
     @_unlogged()
-    def _without_loss(self) -> list[StageShape]:
+    def _shapes(self) -> list[StageShape]:
         outputs: list[Sequence[Tensor]] = []
         shapes: list[StageShape] = []
         for stage in range(len(self.model.stages)):
@@ -120,10 +94,6 @@ class Trial:
         while len(self.real) <= stage:
             self.real.append(self._forward(len(self.real), [outputs for outputs, _ in self.real], None))
         return self.real[stage]
-
-    def last_outputs(self) -> Sequence[Tensor]:
-        """The outputs of the last stage when all stages run with real values."""
-        return self.with_values(len(self.model.stages) - 1)[0]
 
     def _forward(
         self, stage: int, outputs: Sequence[Sequence[Tensor]], fake: FakeTensorMode | None
@@ -211,9 +181,7 @@ def _outputs(module: Callable[..., Any], inputs: Sequence[Any], stage: int) -> S
     try:
         returned = module(*inputs)
     except (Exception, SystemExit) as error:
-        without = not torch.is_grad_enabled() and "does not require grad" in str(error)
-        hint = "; evaluations run without gradients: a forward may ask for them with torch.enable_grad()"
-        what = f"{raised(error)}{raised_at(error)}{hint if without else ''}"
+        what = f"{raised(error)}{raised_at(error)}"
         if isinstance(error, TypeError) and "required positional argument" in str(error):
             what += "; the second of a pair is the target: without one, give ((a, b), None)"
         raise _Failed(f"stage {stage} fails on the shapes it gets: {what}") from error

@@ -5,7 +5,6 @@ Plain values are compared as they are, functions by their names, other objects b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from numbers import Number, Real
@@ -20,9 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.checkpoint.disk_format import refusing
 from mpirun.comm.fail_together import Stop, first_difference
-from mpirun.data.dataset_loaders import FunctionLoader, MapLoader
 from mpirun.data.loader import Batch, Loader
-from mpirun.data.values import digest_of
 from mpirun.engine.recipe import Factory, Recipe, is_plain
 from mpirun.training.schedule_and_model import is_scheme
 from schedgen.util.errors import UsageError, clip
@@ -32,7 +29,6 @@ Optimizers = Factory | type[torch.optim.Optimizer] | partial[torch.optim.Optimiz
 # Arguments of an Engine that ranks may be given otherwise: the model's values are compared when they are first used,
 # hosts may have other numbers of cores, and rank 0 alone logs, and reads the text.
 MAY_DIFFER = ("self", "comm", "model", "options", "threads", "log", "text")
-FOLDERS = ("weights", "export")  # hosts may call them otherwise: what has to agree is whether there is one
 
 
 def directory_of(what: str, name: object) -> Path:
@@ -59,21 +55,11 @@ def make_recipe(
     if callable(lr) and scheduler is not None:
         raise UsageError("lr and scheduler both say what the rate of a step is: give a number as lr, or one of them")
     is_number = isinstance(lr, Real) and not isinstance(lr, bool)
-    if lr is not None and not callable(lr) and not (is_number and 0 <= lr < math.inf):
-        raise UsageError(f"lr should be a number of at least 0, or a function of the step, not {lr!r}")
-
-    def rate_of(step: int) -> float:
-        value = lr(step) if callable(lr) else lr
-        try:
-            number = float(value)  # type: ignore[arg-type]  # checked here, as a function may return anything
-        except (TypeError, ValueError):
-            number = math.nan
-        if not 0 <= number < math.inf:
-            least = " of at least 0" if number < 0 else ""
-            raise UsageError(f"the learning rate of step {step + 1} is {value!r}, not a number{least}")
-        return number
-
-    rate = None if lr is None else rate_of
+    if lr is not None and not callable(lr) and not is_number:
+        raise UsageError(f"lr should be a number or a function of the step, not {lr!r}")
+    rate: Callable[[int], float] | None = None
+    if lr is not None:
+        rate = (lambda step: float(lr(step))) if callable(lr) else (lambda step: float(lr))
     made: Any = optimizer or torch.optim.AdamW
     if not callable(made):
         ways = "a class, partial(torch.optim.SGD, lr=0.1), or a function of a list of NamedParameters"
@@ -91,28 +77,17 @@ def check_data(data: object) -> None:
         raise UsageError(f"data: give what loader(...) returns, not a {type(data).__name__}")
 
 
-def check_batches(loader: object, batches: int | None) -> None:
-    """UsageError if `loader` gives batches without end, or is one; `batches`: how many of them."""
-    if batches is None and isinstance(loader, FunctionLoader):
-        raise UsageError("a function that makes microbatches has no end: say how many steps of it, batches=")
+def check_batches(loader: object) -> None:
+    """UsageError if `loader` is one batch."""
     tensors = isinstance(loader, tuple) and any(isinstance(x, Tensor) for x in loader)
     if tensors or isinstance(loader, Mapping | Batch):
         raise UsageError("this is one batch: give a list of batches, or what loader(...) returns")
 
 
-def check_same_order(comm: MPI.Intracomm, loader: Loader | None, epoch: int) -> None:
-    """Stop if ranks have different orders of an epoch from a sampler. Collective."""
-    if isinstance(loader, MapLoader) and loader.order_digest is not None and loader.compared != epoch:
-        loader.compared = epoch
-        if (difference := first_difference(comm, {epoch: digest_of([loader.order(epoch)])})) is not None:
-            where = "ranks {1} and {2} have got different orders of epoch {0} from the sampler".format(*difference)
-            raise Stop(f"{where}: it should give all ranks' samples, of which each takes its own, on every rank")
-
-
 def options_to_compare(given: Mapping[str, Any]) -> dict[str, Any]:
     """Of the arguments of an Engine, by name, what has to be the same on all ranks."""
     options = {name: value for name, value in given.items() if name not in MAY_DIFFER}
-    options |= {name: "a folder" for name in FOLDERS if given[name] is not None}
+    options["weights"] = given["weights"] is not None  # hosts may call the folder otherwise
     if isinstance(schedule := given["schedule"], str | PathLike):
         kind = "scheme" if is_scheme(fspath(schedule)) else "file"
         options["schedule"] = f"the {kind} {Path(schedule).name}"

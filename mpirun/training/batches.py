@@ -1,9 +1,16 @@
-"""The microbatches of the steps that a script gives, as the engine reads them: by step and number."""
+"""The microbatches of the steps that a script gives, as the engine reads them: by step and number; and their shapes.
+
+There is one shape in a run, or one for each size that is declared (`buckets`): that of dimension 1 of the input's first
+tensor that has one, the sequence length, say. Without declared sizes each rank checks only what it reads itself, from
+the second step on; with them all ranks agree before each step. Some schedules and losses allow one shape only, or no
+padding: the checks are here.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +21,12 @@ from mpi4py import MPI
 from mpirun.comm.fail_together import Stop, first_difference, together
 from mpirun.data.chunks import chunk, repeated, sample_count, spans
 from mpirun.data.loader import Batch, microbatch_of, real_samples
-from mpirun.data.microbatches import Microbatch, MicrobatchSource, Pair, digest, input_and_target, plain
+from mpirun.data.microbatches import Microbatch, MicrobatchSource, Pair, Shape, digest, input_and_target, plain
 from mpirun.data.values import copy_of, digest_of
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input
 from mpirun.model.loss import without_padding
+from mpirun.model.split.split_result import bucket_sizes
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 from schedgen.util.errors import UsageError, clip
@@ -101,10 +109,7 @@ def loss_weight(weigh: LossWeight, microbatch: Microbatch) -> float:
         return 0.0
     target = pytree.tree_map(lambda x: x, microbatch.target)  # containers of its own, as a loss has
     given = weigh(without_padding("target", target, microbatch) if microbatch.padding else target)
-    try:
-        weight = float(given)
-    except (TypeError, ValueError, RuntimeError):
-        weight = math.nan
+    weight = float(given)
     if not 0 <= weight < 1e300:  # so that sums are finite
         raise UsageError(f"loss_weight returned {clip(repr(given))}: it should be a finite number of at least 0")
     return weight
@@ -122,7 +127,7 @@ def _weighted(microbatch: Microbatch, divisor: float) -> Microbatch:
     return microbatch._replace(loss_divisor=divisor, padding=padding)
 
 
-def read_by(rank_list: Sequence[Instruction], header: Header, model: Model, passes: int) -> list[int]:
+def read_by(rank_list: Sequence[Instruction], header: Header, model: Model) -> list[int]:
     """The microbatches of a step that a rank reads, in the order of its list; `model`: with tensor slices.
 
     Inputs are read by stages with an `Input`, targets by the last stage.
@@ -133,12 +138,12 @@ def read_by(rank_list: Sequence[Instruction], header: Header, model: Model, pass
         else not header.graph.producers[stage]
         for stage in range(header.stages)
     ]
-    numbers = dict.fromkeys(
+    numbers = (
         i.mb
         for i in rank_list
         if i.op in (Op.FWD, Op.RECOMPUTE) and (reads_input[i.stage] or not header.graph.consumers[i.stage])
     )
-    return [number * header.microbatches + mb for number in range(passes) for mb in numbers]
+    return list(dict.fromkeys(numbers))
 
 
 def whole_batch(data: Any, count: int, pair: Pair, size: int | None = None, uneven: bool = False) -> Batch:
@@ -159,3 +164,87 @@ def whole_batch(data: Any, count: int, pair: Pair, size: int | None = None, unev
     parts = zip(chunk(data, count, max(samples, size * count)), real, strict=True)
     made = [microbatch_of(pair, part, samples, number, size) for part, number in parts]
     return Batch(0, 0, real, dict(enumerate(made)), size)
+
+
+class Shapes:
+    """The shapes of the microbatches so far, in a run or an evaluation."""
+
+    def __init__(self, comm: MPI.Intracomm, buckets: Sequence[int], model: Model, header: Header) -> None:
+        """`buckets`: the sizes that are declared; empty: those that `split` has traced, else there is one shape.
+
+        UsageError if they are no sizes, or if the model or the schedule needs microbatches of one shape.
+        """
+        traced, sizes = model.origin.buckets, bucket_sizes(buckets or model.origin.buckets)
+        refused = {
+            f"split has traced {traced or 'one shape'}: give it these buckets=, too": (
+                model.origin.traced and not {*sizes} <= {*traced}
+            ),
+            "a loss of the whole minibatch needs microbatches of one shape": model.loss_of == "minibatch",
+            "this schedule updates stages one by one: all steps need one shape": not header.has_flush,
+        }
+        for why in [why for why, applies in refused.items() if applies and sizes]:
+            raise UsageError(f"buckets: {why}")
+        self.comm, self.buckets = comm, sizes
+        self.any = model.origin.call is not None and not self.buckets  # no shape is checked
+        self.by_size: dict[int | None, Shape] = {}
+
+    def anew(self) -> Shapes:
+        """For an evaluation: the same sizes, but no shape so far."""
+        copied = copy(self)
+        copied.by_size = {}
+        return copied
+
+    def of(self, batch: Batch, name: str) -> Shape:
+        """The shape of a batch's microbatches, the same on all ranks; collective, unless it is known, or may be any.
+
+        Stop, or UsageError on a rank that reads such a microbatch, if shapes differ or one is not allowed.
+        `name`: of the batch, for the message.
+        """
+        if self.any:
+            return ()
+        own = {microbatch.shape for microbatch in batch.microbatches.values()}
+        if not self.buckets and self.by_size:
+            expected = self.by_size[None]
+            for shape in own - {expected}:
+                advice = f"{SMALLER}, or declare sizes with buckets=" if batch.loader is None else "say buckets="
+                sentence = f"{_has(name, shape)}, not {_words(expected)} as the first: {advice}"
+                if batch.loader is None or self.comm.size == 1:  # all ranks have this batch
+                    raise Stop(sentence)
+                raise UsageError(sentence)
+            return expected
+        shapes = sorted(set().union(*self.comm.allgather(own)), key=repr)
+        shape = shapes[0]
+        if len(shapes) > 1:
+            words = " and ".join(map(_words, shapes))
+            raise Stop(f"the microbatches of {name} have shapes {words}: all of one step must have the same")
+        size = next((size[1] for _, size in shape if size and len(size) > 1), None) if self.buckets else None
+        if self.buckets and size not in self.buckets:
+            raise Stop(f"{_has(name, shape)}, not one of buckets={self.buckets}")
+        expected = self.by_size.setdefault(size, shape)
+        if shape != expected:
+            raise Stop(f"{_has(name, shape)}, but before they had {_words(expected)} for size {size}")
+        return shape
+
+
+def check_padding(header: Header) -> None:
+    """Stop if a microbatch with padding would count as much as the others."""
+    if not header.has_flush:
+        raise Stop('this schedule updates stages one by one, so no microbatch may be padded: last="drop"')
+
+
+def check_loss_weight(given: object, model: Model, header: Header) -> None:
+    """UsageError if `loss_weight` is no function, or a microbatch's loss has the same weight in every step."""
+    if given is not None and not callable(given):
+        raise UsageError(f"loss_weight should be a function of a target, not {given!r}")
+    if given is not None and not header.has_flush:
+        raise UsageError("loss_weight: this schedule updates stages one by one, by one microbatch at a time")
+    if given is not None and model.loss_of == "minibatch":
+        raise UsageError("loss_weight: the loss is of the whole minibatch, so its microbatches have no weights")
+
+
+def _words(shape: Shape) -> str:
+    return ", ".join(f"{name} {size or ''}".strip() for name, size in shape)
+
+
+def _has(name: str, shape: Shape) -> str:
+    return f"the microbatches of {name} have shape {_words(shape)}"

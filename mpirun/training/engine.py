@@ -41,20 +41,25 @@ from mpirun.training.arguments import (
     Optimizers,
     check_batches,
     check_same_options,
-    check_same_order,
     directory_of,
     make_recipe,
     options_to_compare,
 )
-from mpirun.training.batches import LossWeight, StepBatches, check_same_batch, read_by, whole_batch
+from mpirun.training.batches import (
+    LossWeight,
+    Shapes,
+    StepBatches,
+    check_loss_weight,
+    check_same_batch,
+    read_by,
+    whole_batch,
+)
 from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
 from mpirun.training.open_run import OpenRun, collective
 from mpirun.training.prepared import Prepared, first_microbatch, shared
 from mpirun.training.saving import Checkpoints, beside
 from mpirun.training.schedule_and_model import ORDER, SIZES, Given, Models, load
-from mpirun.training.session import Result, Session, is_compared
-from mpirun.training.shapes import Shapes, check_loss_weight
-from mpirun.training.tensorboard_log import Log, make_log, step_numbers
+from mpirun.training.session import Result, Session, is_compared, step_numbers
 from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, VERIFYING
 from schedgen.ir.program import Program
 from schedgen.util.option_fields import checked
@@ -91,10 +96,7 @@ class Engine(OpenRun):
                   microbatches of a step; empty: those of `split`, else microbatches have one shape, those of a bare
                   module any
     log           is called on rank 0 with the number of steps done and a step's numbers by name, or those of an
-                  evaluation ("eval/loss"); or a directory, to which they are written for TensorBoard
-    peak_flops    the most operations a second of a rank's device: `log` gets the used share of it, `mfu`, where a step
-                  counts 6 operations for each trained parameter and token
-    export        the directory that `export` will write; it is refused at once if it is not empty
+                  evaluation ("eval/loss"), for example to write them for TensorBoard
     comm          the ranks; None: all
 
     With a scheme's name it takes these options of `schedgen compile`: groups, chunks, group, replicas, shards, n, mode,
@@ -124,9 +126,7 @@ class Engine(OpenRun):
         scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         weights: str | os.PathLike[str] | None = None,
         buckets: Sequence[int] = (),
-        log: Log | str | os.PathLike[str] | None = None,
-        peak_flops: float | None = None,
-        export: str | os.PathLike[str] | None = None,
+        log: Callable[[int, Mapping[str, float]], None] | None = None,
         comm: MPI.Intracomm | None = None,
         **options: Any,
     ) -> None:
@@ -145,9 +145,7 @@ class Engine(OpenRun):
                 None if weights is None else directory_of("weights, if the module does not have them itself", weights),
                 make_recipe(optimizer, lr, scheduler, self._options.clip, elementwise),
             ))  # fmt: skip
-            if export is not None:
-                on_rank_0(comm, lambda: check_new(directory_of("export", export)))
-            self._keep_threads()
+            self._ending.callback(torch.set_num_threads, torch.get_num_threads())
             self.host = use_host(comm, use)
             taken = Given(model, loss, stages, self._weights_directory, use.seed, loss_of)
             file, self._model = load(comm, schedule, microbatches, taken, compiled)
@@ -161,9 +159,9 @@ class Engine(OpenRun):
             together(comm, lambda: check_loss_weight(loss_weight, self._model, session.header))
             self._loss_weight = loss_weight
             expanded = together(comm, lambda: expanded_model(self._model, session.header))
-            self._reads = read_by(session.instructions, session.header, expanded, use.accumulate)
-            self._count = session.header.microbatches * use.accumulate  # microbatches of a step
-            self._log, self._peak_flops = on_rank_0(comm, lambda: make_log(log, self._ending)), peak_flops
+            self._reads = read_by(session.instructions, session.header, expanded)
+            self._count = session.header.microbatches  # of a step
+            self._log = log if comm.rank == 0 else None
             if example is not None:
                 one = together(comm, lambda: whole_batch(example, 1, self._model.origin.pair))
                 self._build(shared(comm, one.microbatches[0]))
@@ -178,14 +176,8 @@ class Engine(OpenRun):
 
     @property
     def state(self) -> dict[str, Any]:
-        """What `save` writes besides, and `resume` reads; an assignment replaces the contents."""
+        """What `save` writes besides, and `resume` reads."""
         return self._state
-
-    @state.setter
-    def state(self, values: Mapping[str, Any]) -> None:
-        new = dict(values)
-        self._state.clear()
-        self._state.update(new)
 
     def print(self, *values: Any, **options: Any) -> None:
         """Python's `print`, on rank 0 alone."""
@@ -208,9 +200,9 @@ class Engine(OpenRun):
     ) -> Loader:
         """The batches of a dataset, of which this rank makes the microbatches that its list reads.
 
-        dataset          map-style, iterable, or a function: step, microbatch, numpy Generator -> (input, target). Its
+        dataset          map-style or iterable. Its
                          items are pairs (input, target), or mappings, of which the loss gets all entries
-        microbatch_size  samples of a microbatch; a function's has as many as dimension 0 of what it returns
+        microbatch_size  samples of a microbatch
         shuffle          a new order in every epoch, from `seed` and the epoch; the same for any number of ranks
         seed             None: the run's
         workers          processes that load samples ahead; 0: this one loads them, between the steps
@@ -231,9 +223,9 @@ class Engine(OpenRun):
         )  # fmt: skip
         options = {"shuffle": shuffle, "seed": loader.seed, "last": last, "collate": collate}
         options |= {"sampler": sampler, "batch_sampler": batch_sampler}
-        samples = {"microbatch_size": microbatch_size, "samples of the dataset": loader.sample_count}
+        samples: dict[str, Any] = {"microbatch_size": microbatch_size, "samples of the dataset": loader.sample_count}
+        samples["order of samples"] = loader.order_digest
         check_same_options(self.comm, {**samples, **options})
-        check_same_order(self.comm, loader, 0)
         if isinstance(loader, MapLoader):  # a stream is not read ahead: it may be read only once
             first = on_rank_0(self.comm, lambda: loader.microbatch(0, 0, 0))  # a mistake in the dataset stops all ranks
             if self._prepared is None:
@@ -264,7 +256,7 @@ class Engine(OpenRun):
         if given is not None and given.loader is not None:
             given.loader.trained(given)
         if self._log is not None:
-            self._log(session.steps, step_numbers(session, result, self._peak_flops))
+            self._log(session.steps, step_numbers(result, self.host.device))
         if result.leave and leave:
             self.checkpoints.leave()
         return result
@@ -274,7 +266,7 @@ class Engine(OpenRun):
         """The loss and the metrics over a loader's samples, in eval mode; `batches`: how many batches.
 
         It begins with the epoch's first batch, and leaves the loader's position alone. A list of batches,
-        such as pairs (input, target), may replace the loader. A loader of a function has no end: it needs `batches`.
+        such as pairs (input, target), may replace the loader.
         """
         found = self._over(
             loader, batches, lambda session, given: evaluate(session, given, self._loss_weight), scores=True
@@ -291,8 +283,7 @@ class Engine(OpenRun):
         """The model's outputs for a loader's samples, in their order, in eval mode: on rank 0, None elsewhere.
 
         `each`: is called with the number of a microbatch and its output on the rank that has the output, for example
-        to write it; then nothing is gathered. The target may be None if microbatches of this shape have been trained
-        on or evaluated: the first microbatch of a shape is used to try the loss.
+        to write it; then nothing is gathered. The target may be None.
         """
         return self._over(loader, batches, lambda session, given: predict(session, given, each), scores=False)
 
@@ -391,7 +382,7 @@ class Engine(OpenRun):
         refuse(self.comm, session.verifies, "load_state_dict: verify repeats all steps: load before the Engine is made")
         session.interpreter.optimizer.take_assigned()
         load_whole(session.part, state)
-        session.loaded()
+        session.start = None
 
     @collective
     def verify(self, tolerance: float | None = None) -> bool:
@@ -404,10 +395,7 @@ class Engine(OpenRun):
         session = self._begun.session
         assert session.verification is not None
         session.watchdog.state[PHASE] = VERIFYING
-        passed = session.verification.compare(session.steps, session.beat, tolerance) == 0
-        for stage in session.interpreter.stages.values():
-            stage.expect_writes()  # the steps in one process used the script's parameters
-        return passed
+        return session.verification.compare(session.steps, session.beat, tolerance) == 0
 
     # Its parts
 
@@ -461,7 +449,6 @@ class Engine(OpenRun):
             others = list(batch.loader.reads) != self._reads
             refuse(self.comm, others, "the loader is another Engine's, whose ranks read other microbatches")
             self._loaders.add(batch.loader)
-        check_same_order(self.comm, batch.loader, batch.epoch)
         if self._prepared is None:
             self._build(first_microbatch(self.comm, batch))
         return batch
@@ -477,7 +464,7 @@ class Engine(OpenRun):
 
         `scores`: batches are scored by their targets.
         """
-        together(self.comm, lambda: check_batches(loader, batches))
+        together(self.comm, lambda: check_batches(loader))
         session, shapes = self._running, self._shapes.anew()
         padded = isinstance(loader, Loader) and loader.pads_in_part and (batches is None or batches >= len(loader))
 

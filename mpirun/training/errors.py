@@ -1,4 +1,4 @@
-"""How a script or a command ends when something goes wrong: with one sentence, on all ranks.
+"""How a script or a command ends: with one sentence, on all ranks, when something goes wrong.
 
 A `Stop` is raised on all ranks: one of them prints the sentence, and all exit with its code. Any other error is one
 rank's alone: the rank says where it is and ends the others, because they would wait for it for ever.
@@ -7,7 +7,6 @@ rank's alone: the rank says where it is and ends the others, because they would 
 from __future__ import annotations
 
 import contextlib
-import re
 import socket
 import sys
 import time
@@ -18,9 +17,8 @@ from typing import NoReturn
 from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop
-from schedgen.util.errors import RefusedFile, UsageError, at, of_user, raised, raised_at
+from schedgen.util.errors import RefusedFile, UsageError, raised, raised_at
 
-_FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
 PASSED_ON = 0.3  # seconds that launchers need to pass on what ranks have printed; Abort makes them drop the rest
 
 
@@ -71,14 +69,14 @@ def end_all_ranks(comm: MPI.Intracomm, position: str, error: BaseException, show
 
     Often all ranks fail alike, or are interrupted: then rank 0 speaks for them.
     """
-    interrupted, is_of_worker = isinstance(error, KeyboardInterrupt), _of_worker(error)
+    interrupted = isinstance(error, KeyboardInterrupt)
     code = 130 if interrupted else 1
     where = "" if interrupted and not comm.rank else f"rank {comm.rank} on {socket.gethostname()}: {position}"
     try:
         with contextlib.suppress(KeyboardInterrupt):
             if comm.rank:
                 time.sleep(3 * PASSED_ON)  # rank 0, if it ends, too, ends this one
-            if shows_traceback and not (interrupted or is_of_worker):
+            if shows_traceback and not interrupted:
                 traceback.print_exception(error)
             what = "interrupted" if interrupted else f"{raised(error)}{raised_at(error)}"
             print(f"mpirun: {where}{what}", file=sys.stderr, flush=True)
@@ -91,18 +89,6 @@ def end_all_ranks(comm: MPI.Intracomm, position: str, error: BaseException, show
 def end_on_error(comm: MPI.Intracomm, error: BaseException) -> NoReturn:
     """End all ranks because of an exception in the script's own code, with its whole traceback, or of Ctrl-C."""
     end_all_ranks(comm, "", error, not isinstance(error, UsageError | RefusedFile))
-
-
-def _of_worker(error: BaseException) -> bool:
-    """Whether a DataLoader's worker raised it; then it gets its own message and place: torch's is a whole traceback."""
-    text = str(error.args[0]) if error.args else ""
-    if "DataLoader worker process" not in text or not (found := list(_FRAME.finditer(text))):
-        return False
-    message = re.split(r"\n(?=\S)", text[found[-1].end() :], maxsplit=1)[-1]
-    message = re.sub(rf"^([\w.]+\.)?{type(error).__name__}(: |$)", "", message.strip())
-    frames = [traceback.FrameSummary(frame[1], int(frame[2]), frame[3]) for frame in found]
-    error.args = (f"{message}{at(of_user(frames) or frames[-1:])}",)
-    return True
 
 
 _hooks_before: dict[object, Callable[..., object]] = {}  # by hook of a run that has not ended: the hook before

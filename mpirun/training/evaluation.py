@@ -27,7 +27,6 @@ from mpirun.training.session import Session, mean, means
 from schedgen.checker import check
 from schedgen.compiler.forward_only import forward_list
 from schedgen.ir.program import Program
-from schedgen.util.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -50,13 +49,12 @@ class Evaluator:
     def __init__(self, session: Session, example: Microbatch, set_up: Callable[..., Setup]) -> None:
         comm = session.comm
         program = on_rank_0(comm, lambda: _forwards(session))
-        on_rank_0(comm, session.setup.unsliced_model.origin.check_eval)
 
         def in_eval(_: int, module: nn.Module) -> None:
             module.eval()
 
         forwards = share_program(comm, program).program
-        self.batches = StepBatches(example, session.header.microbatches * session.setup.passes)
+        self.batches = StepBatches(example, session.header.microbatches)
         model = session.setup.unsliced_model
         self.setup = set_up(forwards.header, model, self.batches, prepare=in_eval)
         self.list = ForwardList(comm, forwards, self.setup, session.interpreter.context)
@@ -77,8 +75,7 @@ def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]], weigh
     own: dict[int, tuple[float, dict[str, float], float, int]] = {}  # by microbatch: loss, metrics, weight, samples
 
     def add(number: int, output: Any, batch: Microbatch) -> None:
-        if (facts := session.setup.shapes[-1].loss) is not None and facts.draws:
-            session.setup.device.seed(derived_seed(session.setup.seed, number, LOSS))
+        session.setup.device.seed(derived_seed(session.setup.seed, number, LOSS))
         samples = batch.size - batch.padding
         weight = samples if weigh is None else loss_weight(weigh, batch)
         own[number] = 0.0, {}, weight, samples
@@ -136,7 +133,7 @@ def predict(
 
 
 def _joined(of_ranks: Sequence[Mapping[int, Any]]) -> Any:
-    """The outputs of all microbatches joined along dimension 0; UsageError if they do not fit together.
+    """The outputs of all microbatches joined along dimension 0; torch refuses those that cannot be: take `each`.
 
     `of_ranks`: by rank and number of the microbatch, its output.
     """
@@ -145,13 +142,7 @@ def _joined(of_ranks: Sequence[Mapping[int, Any]]) -> Any:
     if len(ordered) < 2:
         return ordered[0] if ordered else None
     leaves = zip(*map(pytree.tree_leaves, ordered), strict=True)
-    try:
-        of_all = list(map(joined, leaves))
-    except RuntimeError as error:
-        raise UsageError(
-            f"predict: outputs cannot be joined along dimension 0: {error}: take each of them with each="
-        ) from None
-    return pytree.tree_unflatten(of_all, pytree.tree_structure(ordered[0]))
+    return pytree.tree_unflatten(map(joined, leaves), pytree.tree_structure(ordered[0]))
 
 
 def _run(

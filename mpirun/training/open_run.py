@@ -21,14 +21,6 @@ from mpirun.training.session import Session
 P = ParamSpec("P")
 T = TypeVar("T")
 Run = TypeVar("Run", bound="OpenRun")
-_threads_before: list[int] = []  # torch's, as each open Engine found them, the first one first
-
-
-def _give_threads_back() -> None:
-    """Restore torch's threads after the last open Engine: until then another one still computes with its own."""
-    threads = _threads_before.pop()
-    if not _threads_before:
-        torch.set_num_threads(threads)
 
 
 def collective(method: Callable[Concatenate[Run, P], T]) -> Callable[Concatenate[Run, P], T]:
@@ -69,10 +61,6 @@ class OpenRun:
             if self.comm.size > 1:
                 self._ending.callback(end_on_uncaught(self.comm, self._failing))
             yield
-
-    def _keep_threads(self) -> None:
-        _threads_before.append(torch.get_num_threads())
-        self._ending.callback(_give_threads_back)
 
     def _free(self) -> None:
         """Free what is collective to free."""

@@ -1,40 +1,43 @@
 """A run's stages, and an interpreter and an evaluator for each shape of microbatches.
 
-A shape is that of a microbatch's input; there is one in a run, or one for each declared size (`shapes.py`).
+A shape is that of a microbatch's input; there is one in a run, or one for each declared size (`batches.py`).
 """
 
 from __future__ import annotations
 
 import io
-import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from mpi4py import MPI
+from torch import Tensor
 
+from mpirun.checkpoint.pretrained import check_weights
 from mpirun.comm.fail_together import Stop, on_rank_0
-from mpirun.comm.output import print_notes
-from mpirun.data.dataset_loaders import FunctionLoader, StreamLoader
+from mpirun.comm.output import note
+from mpirun.data.dataset_loaders import StreamLoader
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, Shape, tokens
-from mpirun.engine.first_step import RunInterpreter
+from mpirun.data.values import by_path
 from mpirun.engine.options import RunOptions, SetupOptions, values_of
 from mpirun.engine.recipe import Recipe
+from mpirun.engine.run_interpreter import RunInterpreter
+from mpirun.engine.running_statistics import statistics_rank
 from mpirun.engine.setup import Host, Setup, set_up
-from mpirun.model.check_weights import check_weights
 from mpirun.model.contract import Model
 from mpirun.model.loss import loss_input, why_uncut
-from mpirun.training.batches import LossWeight, StepBatches, loss_weights, shares
+from mpirun.training.batches import LossWeight, Shapes, StepBatches, check_padding, loss_weights, shares
 from mpirun.training.evaluation import Evaluator
-from mpirun.training.notes import note_ignored_labels, note_state
 from mpirun.training.profile import Copies, Profile, graph_of
 from mpirun.training.saving import Checkpoints
 from mpirun.training.session import Session
-from mpirun.training.shapes import Shapes, check_padding
 from mpirun.watchdog import SETTING_UP
-from schedgen.util.errors import MpirunWarning, UsageError, clip
+from schedgen.ir.header import Header
+from schedgen.ir.instructions import F
+from schedgen.util.errors import clip, listed
 
 
 class OfShape(NamedTuple):
@@ -67,8 +70,9 @@ class Prepared:
         self.session, self.source, self.shapes, self.weigh = session, source, shapes, weigh
         self.model, self._set_up = model, partial(set_up, session.comm, options=options, recipe=recipe, host=host)
         self.measured = RunOptions(**values_of(options, SetupOptions))  # what a profile has of the options
-        with session.watchdog.phase(SETTING_UP), print_notes(session.comm):
-            on_rank_0(session.comm, lambda: check_weights(model))
+        with session.watchdog.phase(SETTING_UP):
+            for sentence in on_rank_0(session.comm, lambda: check_weights(model)) or ():
+                note(session.comm, sentence)
             setup = self._set_up(session.header, model, source)
             example = source.example
             count = source.count
@@ -101,10 +105,6 @@ class Prepared:
             raise Stop("verify=True does all steps again, but an IterableDataset is read once: train without it")
         of_shape = self.use(batch, self.shapes.of(batch, f"step {session.steps + 1}"))
         size, own = of_shape.example.size, batch.microbatches.values()
-        if isinstance(batch.loader, FunctionLoader):
-            if any(microbatch.size != size for microbatch in own):
-                raise UsageError(f"a function that makes microbatches should give {size} samples each, as at first")
-            batch = replace(batch, samples=[size] * len(batch.samples))
         if min(batch.samples) < (max(batch.samples) if self.shapes.any else size):
             check_padding(session.header)
         weights = None if self.weigh is None else loss_weights(self.weigh, batch, session.comm)
@@ -131,9 +131,8 @@ class Prepared:
                     "batch"
                 )
             example = self._example(batch)
-            with print_notes(self.session.comm):
-                setup = self._set_up(self.session.header, self.model, StepBatches(example, self.source.count))
-                made = self.session.add_interpreter(replace(setup, microbatches=self.source))
+            setup = self._set_up(self.session.header, self.model, StepBatches(example, self.source.count))
+            made = self.session.add_interpreter(replace(setup, microbatches=self.source))
             self.of_shape[shape] = _of_shape(made, setup, example)
         of_shape = self.of_shape[shape]
         pads_in_part = batch.loader is not None and batch.loader.pads_in_part
@@ -150,9 +149,7 @@ class Prepared:
         if shape not in self.evaluators:
             seen = self.of_shape.get(shape)
             example = self._example(batch) if seen is None else seen.example
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", MpirunWarning)  # building the stages has warned of the same
-                self.evaluators[shape] = Evaluator(self.session, example, self._set_up)
+            self.evaluators[shape] = Evaluator(self.session, example, self._set_up)
         evaluator = self.evaluators[shape]
         padded = padded or batch.is_padded_in_part
         if padded and (why := _why_uncut(evaluator.setup, evaluator.batches.example, scores)) is not None:
@@ -177,11 +174,9 @@ class Prepared:
         session.setup.device.use_words(ready=False)  # until the next step: a profile allocates memory
         source = Copies(source.example) if isinstance(source, StepBatches) else source
         set_up = partial(self._set_up, unsliced_model=self.model, source=source, options=self.measured)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", MpirunWarning)  # building the stages has warned of the same
-            profile = Profile(session.comm, graph_of(session.header), set_up, ("profile", path))
-            profile.beat = session.beat
-            profile.write(steps)
+        profile = Profile(session.comm, graph_of(session.header), set_up, ("profile", path))
+        profile.beat = session.beat
+        profile.write(steps)
 
     def free(self) -> None:
         """Free the MPI resources of all interpreters and evaluators."""
@@ -215,3 +210,37 @@ def _why_uncut(setup: Setup, example: Microbatch, scores: bool) -> str | None:
     output = loss_input([torch.empty(spec.size, device="meta") for spec in setup.shapes[-1].outputs])
     why = why_uncut("output", output if rebuild is None else rebuild(output), example.size)
     return why or (why_uncut("target", example.target, example.size) if scores else None)
+
+
+def note_state(comm: MPI.Intracomm, setup: Setup, header: Header, microbatches: int) -> None:
+    """Name the buffers that go from one microbatch of a step to the next, and whose values evaluations use."""
+    changed = dict.fromkeys(
+        f"{n} of stage {shape.model_stage}" for shape in setup.shapes for n in shape.changed_buffers
+    )
+    if not changed or microbatches == 1:
+        return
+    stages = [s for s, shape in enumerate(setup.shapes) if shape.changed_buffers]
+    ranks = {statistics_rank(header, s) for s in stages if len({*header.compute[F, s].tolist()}) > 1}
+    whose = f"; evaluation uses those of rank {listed([*map(str, sorted(ranks))])}" if ranks else ""
+    note(
+        comm,
+        f"forwards change buffers from microbatch to microbatch, as BatchNorm does: {listed(changed)}: outputs may "
+        f"differ from the whole batch at once{whose}",
+    )
+
+
+def note_ignored_labels(comm: MPI.Intracomm, batch: Batch) -> None:
+    """Say that targets have labels that torch's cross_entropy ignores, if they do. Collective."""
+    leaves = [
+        leaf
+        for microbatch in batch.microbatches.values()
+        for path, leaf in by_path(microbatch.target).items()
+        if not isinstance(microbatch.target, Mapping) or "label" in path  # a mapping has the input, too
+    ]
+    own = any(isinstance(x, Tensor) and x.dtype == torch.int64 and bool((x == -100).any()) for x in leaves)
+    if any(comm.allgather(own)):
+        note(
+            comm,
+            "targets have labels of -100, which cross_entropy ignores: microbatches count by their samples, not by "
+            "their other labels, unless loss_weight counts these",
+        )

@@ -26,16 +26,16 @@ from tqdm import tqdm
 
 from mpirun.comm.fail_together import Stop, from_rank_0, on_rank_0, together
 from mpirun.comm.machine_speed import measure_machine, speeds
-from mpirun.comm.output import note, write_output
+from mpirun.comm.output import write_output
 from mpirun.data.microbatches import Microbatch, MicrobatchSource
 from mpirun.data.values import copy_of
 from mpirun.engine.build import build_interpreter
 from mpirun.engine.core.context import Act
 from mpirun.engine.core.interpreter import Interpreter
 from mpirun.engine.core.stage import LocalStage
-from mpirun.engine.first_step import RunInterpreter
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
 from mpirun.engine.other_sums import parameters_of_tie
+from mpirun.engine.run_interpreter import RunInterpreter
 from mpirun.engine.setup import Setup
 from mpirun.model.build_stage import given_apart
 from mpirun.model.dataflow import ALIGN
@@ -50,7 +50,6 @@ from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.files import check_writable
 
 MICROBATCHES = 8  # of a step
-STEADY = 0.05  # a spread of the steps' seconds below which nothing else disturbed them
 OPS = {"F": Op.FWD, "B": Op.BWD, "I": Op.BWD_I, "W": Op.BWD_W, "step": Op.STEP}
 Key = tuple[int, int]  # an opcode and a stage
 BufferKey = tuple[int, int, int, int]  # kind, stage, microbatch, consumer
@@ -140,9 +139,6 @@ class Profile:
         sizes = on_rank_0(self.comm, self._bytes) or {}
         seconds = self._seconds(steps)
         machine = measure_machine(self.comm, self.setup.device, self.setup.crowded, self.rank_seconds)
-        if self.setup.crowded:
-            note(self.comm, "there are more ranks on a host than cores: jobs are timed while all ranks compute, and "
-                 "plan cannot know that a waiting rank leaves its core to others")  # fmt: skip
         profile = {**seconds, **({"machine": machine} if machine else {}), **sizes}
         lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in profile.items())
         on_rank_0(self.comm, lambda: write_output(*self.file, ("{\n" + ",\n".join(lines) + "\n}\n").encode()))
@@ -213,10 +209,8 @@ class Profile:
                 inside.watch(stage)
             self._step(machine, {}, inside)  # to warm up
             self.comm.Barrier()
-            of_steps = [self._step(machine, measured, inside) for _ in tqdm(range(steps), unit="step", disable=silent)]
-        if (most := max(self.comm.allgather(spread(of_steps)))) > STEADY:
-            note(self.comm, f"the machine was busy: the middle half of the {steps} steps took times that differ by "
-                 f"{most:.0%}; profile again when nothing else runs")  # fmt: skip
+            for _ in tqdm(range(steps), unit="step", disable=silent):
+                self._step(machine, measured, inside)
         medians = self.comm.allgather({key: np.median(pairs, axis=0).tolist() for key, pairs in measured.items()})
         stages = range(len(self.setup.shapes))
         jobs = [(op, s) for name, op in OPS.items() if name != "step" for s in stages]
@@ -236,9 +230,8 @@ class Profile:
         del overhead["step"]
         return {**seconds, "overhead": overhead} if on_cpu else {**seconds}
 
-    def _step(self, machine: Interpreter, measured: dict[Key, list[tuple[float, float]]], inside: _Stopwatch) -> float:
-        """Execute and time every instruction once: its seconds, and its overhead. Returns the seconds of all."""
-        total = 0.0
+    def _step(self, machine: Interpreter, measured: dict[Key, list[tuple[float, float]]], inside: _Stopwatch) -> None:
+        """Execute and time every instruction once: its seconds, and its overhead."""
         for i, act in zip(self.instructions, machine.code, strict=True):
             self.current = i
             self.beat()
@@ -248,21 +241,13 @@ class Profile:
             self.setup.device.finish()
             seconds = time.perf_counter() - begin
             measured.setdefault((i.op, i.stage), []).append((seconds, seconds - inside.seconds))
-            total += seconds
         self.current = None
-        return total
 
 
 def graph_of(header: Header) -> ModelGraph:
     """The graph of the model that a schedule is for."""
     graph = header.model_graph
     return ModelGraph(graph.stages, graph.edges, graph.per_consumer, header.model_ties)
-
-
-def spread(seconds: Sequence[float]) -> float:
-    """How far the middle half of these are apart, as a share of the median."""
-    low, middle, high = np.percentile(seconds, (25, 50, 75))
-    return float((high - low) / middle)
 
 
 def _execute(machine: Interpreter, i: Instruction, act: Act, memory: MemoryCount) -> Bytes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,14 +17,12 @@ from torch import nn
 
 from mpirun.checkpoint.pretrained import Pretrained
 from mpirun.comm.fail_together import Stop, on_rank_0, together
-from mpirun.comm.output import print_notes
 from mpirun.comm.run_comm import RunComm
 from mpirun.engine.read_schedule import Schedule, check_for_run, read_schedule, share_program
 from mpirun.model.bare_module import bare_model
 from mpirun.model.contract import Model
 from mpirun.model.load_model import check_model, join_stages
 from mpirun.model.loss import of_last_stage
-from mpirun.model.split.errors import warn_user
 from mpirun.model.split.split_result import Cut
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
@@ -33,7 +30,7 @@ from schedgen.compiler.options import Options
 from schedgen.ir.program import Program
 from schedgen.schemes import load as load_scheme
 from schedgen.schemes.scheme import Sizes
-from schedgen.util.errors import SlowScheme, UsageError
+from schedgen.util.errors import UsageError
 
 Models = Model | Cut | nn.Module | Sequence[nn.Module] | Callable[[int], Model | Cut]
 DATA_PARALLEL = ("ddp", "fsdp")
@@ -110,9 +107,8 @@ def load(
         file = share_program(comm, schedule if comm.rank == 0 else None)
     elif scheme is not None:
         stages = given.stages or (1 if scheme in DATA_PARALLEL and is_bare(given.model) else None)
-        with print_notes(comm):
-            model = together(comm, lambda: given.take(stages))
-            program = on_rank_0(comm, lambda: _compile(model, scheme, microbatches, comm.size, options))
+        model = together(comm, lambda: given.take(stages))
+        program = on_rank_0(comm, lambda: _compile(model, scheme, microbatches, comm.size, options))
         return share_program(comm, program), model
     else:
         file = read_schedule(comm, name)
@@ -122,8 +118,7 @@ def load(
         if asked not in (None, has):
             of_model = " of the model" if what == "stages" else ""
             raise Stop(f"{name} has {has} {what}{of_model}, not {asked}")
-    with print_notes(comm):
-        return file, together(comm, lambda: given.take(header.model_stages, header.scheme.get("layers")))
+    return file, together(comm, lambda: given.take(header.model_stages, header.scheme.get("layers")))
 
 
 def is_bare(model: object) -> bool:
@@ -150,28 +145,14 @@ def _compile(
         given["shards"] = (given["shards"],)
     sizes = Sizes(stages, workers if microbatches is None else microbatches, workers, **given)
     of_order = {name: options[name] for name in ORDER if name in options}
-    with warnings.catch_warnings(record=True) as slow:
-        warnings.simplefilter("always", SlowScheme)
-        try:
-            sizes = sizes.checked()
-            loaded = load_scheme("1f1b-rr" if scheme == "1f1b" and isinstance(sizes.replicas, tuple) else scheme, sizes)
-            if model.reads is not None or loaded.edges is None:  # else the scheme's own edges say what stages read
-                loaded = loaded._replace(edges=graph.edges, per_consumer=graph.per_consumer)
-            program = compile(loaded, sizes, Options(tied=graph.tied, **of_order))
-        except UsageError as error:
-            words = re.sub("--([a-z-]+)", lambda option: option[1].replace("-", "_"), str(error))
-            raise UsageError(words + (_remedy(sizes) if "workers do not fit" in words else "")) from None
-    for warning in slow:
-        warn_user(str(warning.message))
+    try:
+        sizes = sizes.checked()
+        loaded = load_scheme("1f1b-rr" if scheme == "1f1b" and isinstance(sizes.replicas, tuple) else scheme, sizes)
+        if model.reads is not None or loaded.edges is None:  # else the scheme's own edges say what stages read
+            loaded = loaded._replace(edges=graph.edges, per_consumer=graph.per_consumer)
+        program = compile(loaded, sizes, Options(tied=graph.tied, **of_order))
+    except UsageError as error:
+        words = re.sub("--([a-z-]+)", lambda option: option[1].replace("-", "_"), str(error))
+        raise UsageError(words) from None
     check(program, f"the schedule {scheme}")
     return program
-
-
-def _remedy(sizes: Sizes) -> str:
-    """What to do with more workers than stages, if they make several pipelines."""
-    pipelines, rest = divmod(sizes.workers or 0, sizes.stages)
-    if pipelines < 2 or rest or sizes.replicas or sizes.microbatches < pipelines:
-        return ""
-    if sizes.stages == 1:
-        return ': split the model into stages, mpirun.split(model, example, stages=...), or take "ddp"'
-    return f': "1f1b" with replicas={pipelines} makes {pipelines} pipelines of them'

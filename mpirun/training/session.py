@@ -9,36 +9,38 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from mpi4py import MPI
 
+from mpirun.comm.device import Device
 from mpirun.comm.fail_together import Stop, first_difference, on_rank_0, refuse, together
 from mpirun.comm.output import note, say
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleeping_barrier
-from mpirun.engine.build import build_interpreter
+from mpirun.engine.build import Values, build_interpreter, check_same_start
 from mpirun.engine.core.optimizer_step import StepResult
-from mpirun.engine.first_step import RunInterpreter, run_first
+from mpirun.engine.job_graphs import JobGraphs
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
 from mpirun.engine.read_schedule import Schedule
+from mpirun.engine.run_interpreter import RunInterpreter
 from mpirun.engine.running_statistics import buffers_shared
-from mpirun.engine.same_start import Values, begun, check_held, check_same_start, check_unwritten, given_digests, hold
 from mpirun.engine.setup import RankPart, Setup
 from mpirun.engine.step_trace import StepTrace
-from mpirun.model.module_tensors import buffer_copies, set_buffers
 from mpirun.model.stage_shape import StageShape
-from mpirun.training.notes import note_left_out, note_uncaptured, note_unreached
 from mpirun.training.sigterm import Sigterm
-from mpirun.verify.reference_stage import first_values
+from mpirun.verify.microbatch import first_values
 from mpirun.verify.verification import Verification
 from mpirun.watchdog import BEAT, ENDING, EXPORTING, PHASE, ROW, TRYING
 from mpirun.watchdog.rank_side import Watchdog
+from schedgen.util.errors import listed
 from schedgen.util.files import check_writable
 from schedgen.util.option_fields import refuse_overwriting
 
@@ -71,6 +73,18 @@ class Result:
     leave: bool
 
 
+def step_numbers(result: Result, device: Device) -> dict[str, float]:
+    """What is logged of a step."""
+    seconds = result.seconds
+    numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "lr": result.lr, "seconds": seconds}
+    numbers |= {"samples_per_second": result.samples / seconds, "tokens_per_second": result.tokens / seconds}
+    if device.kind == "cuda":
+        numbers["peak_bytes"] = torch.cuda.max_memory_allocated(device.torch)
+    else:
+        numbers["peak_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {**numbers, **result.metrics}
+
+
 def is_compared(number: int) -> bool:
     """Whether the data of a step are compared: of steps 1, 2, 4, 8, ...; `number`: the step's in this run, from 0."""
     return number & (number + 1) == 0
@@ -95,11 +109,10 @@ class Session:
         self.sigterm = Sigterm()
         self.end.callback(self.sigterm.give_back)
         self.begun = 0  # steps done before this run
-        self.elsewhere = 0  # parameters that other ranks train, when they were last looked at
         self.steps = 0  # steps done
         self.state: dict[str, Any] = {}  # what the script saves besides
         self.verification: Verification | None = None
-        self.start: list[dict[Values, str]] = []  # digests of values that are compared before they are used
+        self.start: dict[Values, str] | None = None  # digests of values that are compared before they are used
         self.interpreters: list[RunInterpreter] = []  # for microbatches of one shape each; one is in use
         self.trace: StepTrace | None = None
         self.counts_memory, self.memory = False, contextlib.ExitStack()
@@ -110,12 +123,12 @@ class Session:
         if self.counts_memory:
             self.bytes = self.memory.enter_context(track_memory(setup.device.torch))
         self.setup = setup
-        self.start = [given_digests(setup.model, self.header, self.comm.rank), {}]
+        self.start = {}
         start = first_values(setup.unsliced_model, setup.seed) if self.verifies and self.comm.rank == 0 else {}
         with self.watchdog.phase(TRYING):
             together(self.comm, lambda: setup.device.try_messages(self.comm))
         self.interpreter: RunInterpreter = build_interpreter(
-            self.comm, self.program, self.instructions, setup, self.watchdog.state, digests=self.start[1]
+            self.comm, self.program, self.instructions, setup, self.watchdog.state, digests=self.start
         )
         self.interpreters.append(self.interpreter)
         self.interpreter.optimizer_step.leave_requested = self.sigterm.asks
@@ -125,21 +138,14 @@ class Session:
             say(self.setup.device.description, sys.stdout)
         if not any(shape.parameter_names for shape in setup.shapes):
             note(self.comm, "no parameter is trainable: steps change nothing")
-        left_out = note_left_out(self.comm, self.interpreter.optimizer.left_out)
-        self.end.callback(begun(self, setup.model, self.header, self.comm.rank, left_out))
+        note_left_out(self.comm, self.interpreter.optimizer.left_out)
         self.sigterm.take()
 
     def check_start(self) -> None:
-        """Stop if ranks begin with different values, unless those of a checkpoint have replaced them.
-
-        Or if a script has written values where ranks have only shards of them. UsageError if this rank has no current
-        values of what it computes with.
-        """
-        self.elsewhere = check_held(self.interpreter.stages.values(), self.elsewhere, self)
-        while self.start:
-            check_same_start(self.comm, self.start.pop())
-        if self.header.shard_owners:
-            check_unwritten(self.comm, self.interpreter.stages.values())
+        """Stop if ranks begin with different values, unless those of a checkpoint have replaced them."""
+        if self.start is not None:
+            check_same_start(self.comm, self.start)
+            self.start = None
 
     def add_interpreter(self, setup: Setup) -> RunInterpreter:
         """Another interpreter, for microbatches of another shape; `setup`: the run's, with that shape."""
@@ -167,12 +173,7 @@ class Session:
     def resumed(self, steps: int) -> None:
         """A checkpoint of so many steps has replaced all values."""
         self.begun = self.steps = steps
-        self.loaded()
-
-    def loaded(self) -> None:
-        """All values have been replaced: those from before need not be the same on all ranks."""
-        self.start = []
-        hold(self.interpreter.stages.values())
+        self.start = None
 
     def begin_trace(self, path: str, schedule: str | None) -> None:
         """Record from now on when each rank executes which instruction, for a file that is not `schedule`."""
@@ -193,7 +194,7 @@ class Session:
         """Write the trace, if a step has been done since `begin_trace`."""
         trace, self.trace = self.trace, None
         assert trace is not None
-        trace.end()
+        trace.detach()
         if trace.passes:
             trace.write(self.comm, self.schedule.all_ranks, self.trace_file)
         else:
@@ -212,47 +213,27 @@ class Session:
             yield
 
     def step(self, weights: list[float], samples: int, tokens: int, compared: bool) -> Result:
-        """Do the next step. Stop if a number is not finite, unless such steps are skipped.
+        """Do the next step. Stop if a number is not finite.
 
         `weights`: of the microbatches' losses in the step's loss; `samples`, `tokens`: as in a `Result`; `compared`:
         Stop, too, if ranks make different microbatches.
         """
-        begin, step, before = time.perf_counter(), self.steps, self._statistics()
+        begin, step = time.perf_counter(), self.steps
         if compared:
             self.interpreter.microbatches.record_digests()
-        with self._state_explained():
-            result = self.interpreter.run(step) if self.interpreter.timed else run_first(self.interpreter, step)
-        if step == self.begun:
-            note_unreached(self.comm, self.setup, self.interpreter.reached, step)
+        result = self.interpreter.run(step)
         if compared:
             self._check_same_data(step)
         note_uncaptured(self.comm, self.interpreter.graphs)
         seconds = time.perf_counter() - begin
         self.steps += 1
         if not self.interpreter.optimizer_step.finite:
-            self._not_finite(step, result)
-            for module, buffers in before:
-                set_buffers(module, buffers)
+            raise Stop(f"step {step + 1}: {_first_nonfinite(self.setup.shapes, result)}", 1)
         if self.verification is not None:
             self.verification.record.losses.append(result.losses)
         metrics = means(result.metrics, weights, f"step {step + 1}")
         numbers = mean(result.losses, weights), result.losses, result.grad_norm, result.rate
         return Result(*numbers, metrics, seconds, samples, tokens, result.leave)
-
-    @contextlib.contextmanager
-    def _state_explained(self) -> Iterator[None]:
-        """Say how to keep state from microbatch to microbatch where torch's error of a backward is about that."""
-        try:
-            yield
-        except RuntimeError as error:
-            row = self.watchdog.state[ROW]
-            state = self.setup.shapes[self.instructions[row].stage].state if row >= 0 else []
-            if state and ("inplace operation" in str(error) or "a second time" in str(error)):
-                error.add_note(
-                    f"forwards of later microbatches change the buffer {', '.join(state)}: compute with a copy of it "
-                    "(.clone()), and keep its values without their graph (.detach()), or a row for each sample"
-                )
-            raise
 
     def _check_same_data(self, step: int) -> None:
         """Stop if ranks have different hashes of a microbatch, which were recorded in step `step`, from 0."""
@@ -263,13 +244,6 @@ class Session:
                 "should depend on the step and the microbatch alone, and be drawn with the generator that is given",
                 1,
             )
-
-    def _statistics(self) -> list[tuple[nn.Module, dict[str, Tensor]]]:
-        """Copies of the buffers that forwards change, if a step may have to be undone."""
-        if self.setup.on_nan == "stop":
-            return []
-        changing = [stage.module for stage in self.interpreter.stages.values() if stage.shape.overwrites_buffers]
-        return [(module, buffer_copies(module)) for module in changing]
 
     def position(self) -> str:
         """The step, and where this rank is in its list; empty outside of a step."""
@@ -284,13 +258,6 @@ class Session:
         sleeping_barrier(self.comm)
         what = "saved" if saved else "nothing is saved"
         raise Stop(f"asked to leave (SIGTERM): {what} after step {self.steps}", LEFT)
-
-    def _not_finite(self, step: int, result: StepResult) -> None:
-        sentence = f"step {step + 1}: {_first_nonfinite(self.setup.shapes, result)}"
-        if self.setup.on_nan == "stop":
-            raise Stop(sentence, 1)
-        if self.comm.rank == 0:
-            say(f"mpirun: {sentence}: the step changes nothing", sys.stderr)
 
     def beat(self) -> None:
         """Show the watchdog that this rank makes progress."""
@@ -348,3 +315,19 @@ def mean(values: list[float], weights: list[float]) -> float:
     if len(set(weights)) == 1:
         return sum(values) / len(values)
     return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
+
+
+def note_left_out(comm: MPI.Intracomm, names: Collection[str]) -> None:
+    """Name the parameters that no optimizer has; `names`: those of this rank. Collective."""
+    if left_out := sorted(set().union(*comm.allgather(names))):
+        note(comm, f"the optimizer leaves out {listed(left_out)}: this Engine does not train them")
+
+
+def note_uncaptured(comm: MPI.Intracomm, graphs: JobGraphs | None) -> None:
+    """Name, once and as soon as it is known, the stages that are not captured as graphs, and why. Collective."""
+    if graphs is None or graphs.told or not graphs.looked:
+        return
+    graphs.told = True
+    lines = comm.gather(graphs.refusals()) or ()
+    for line in sorted({line for of_rank in lines for line in of_rank}):
+        note(comm, line)

@@ -7,11 +7,10 @@ instruction, reason and rule. Run time is linear in the length of the program, t
 proof.py            the program under proof, and how a refusal is worded
 jobs.py             rule 1
 buffers.py          rules 2, 7 and 8; the exact peak memory is `analysis.memory`
-messages.py         rule 3
+messages.py         rules 3 and 6
 deadlock.py         rule 4
 repair.py           orders of messages, and communicators, with which rule 4 holds
 gradient_sums.py    rule 5
-collectives.py      rule 6
 weight_versions.py  rule 9, and rule 5 where weights have versions
 tensor_slices.py    rules 10 and 11
 """

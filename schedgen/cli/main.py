@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import schedgen
 from schedgen.cli import make_schedules, options, read_schedules
-from schedgen.cli.repair import run_repair
 from schedgen.schemes import SCHEMES
 from schedgen.util.errors import RefusedFile, UsageError, one_line
 from schedgen.util.files import prepare_streams
@@ -44,7 +43,7 @@ COMMANDS = (
         "schedgen check 1f1b.json",
     ),
     Command(
-        "repair", options.RepairOptions, run_repair, "order messages so that a transport cannot hang",
+        "repair", options.RepairOptions, read_schedules.run_repair, "order messages so that a transport cannot hang",
         "schedgen repair 1f1b.json --transport in-order:pair -o safe.json",
     ),
     Command(

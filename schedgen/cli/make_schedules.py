@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 from schedgen.checker import check, check_compiled
 from schedgen.cli.options import (
@@ -38,11 +37,11 @@ from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
 from schedgen.ir.transport import read_transport
 from schedgen.planner import plan_output
-from schedgen.planner.layer_profile import Layers, read_layers
+from schedgen.planner.layer_profile import read_layers
 from schedgen.planner.order_search.cp_sat import is_installed
-from schedgen.planner.order_search.recompute import search
+from schedgen.planner.order_search.search_ways import search
 from schedgen.planner.partition import on_links, partition, prefixes
-from schedgen.planner.plan import pipedream, plan
+from schedgen.planner.plan import plan
 from schedgen.planner.stage_costs import cost_ratios
 from schedgen.report.compare import compare, comparison_as_json, comparison_as_text
 from schedgen.schemes import describe, load
@@ -221,8 +220,8 @@ def run_compare(options: CompareOptions) -> int:
 
 
 def run_plan(options: PlanOptions) -> int:
-    """Print where to cut a model and the schedules that no other beats; write the fastest schedule."""
-    if options.microbatches is None and (options.output or not options.partition_only):
+    """Print where to cut a model, or the schedules that no other beats, and write the fastest of them."""
+    if options.microbatches is None and not options.partition_only:
         raise UsageError("plan needs --microbatches B, or --partition-only (see schedgen plan --help)")
     check_writable("-o", options.output)
     layers, workers = read_layers(options.profile, options.graph), options.workers
@@ -230,35 +229,18 @@ def run_plan(options: PlanOptions) -> int:
     given = options.bandwidth[0] if options.bandwidth and not network else None
     layers, bandwidth = on_links(layers, workers, network, given)
     memory = min(options.memory, layers.machine.network.least_memory(workers))
-    numbers, lines = _partition(options, layers, bandwidth, memory)
-    microbatches, program = options.microbatches or 0, None  # given if a schedule is made
-    if not options.partition_only:
-        best = plan(layers, workers, microbatches, memory, schemes=options.schemes, budget=options.search)
-        numbers |= plan_output.plan_as_json(best)
-        lines += ["", *plan_output.plan_as_text(best)]
-        program = best.program
-    elif options.output:
-        program = pipedream(layers, workers, bandwidth, microbatches, memory)
-    if program is not None and options.output:
-        _write_checked(program, options.output)
+    if options.microbatches is None or options.partition_only:
+        cuts = partition(prefixes(layers), workers, bandwidth, memory)
+        numbers = plan_output.partition_as_json(layers, workers, bandwidth, cuts)
+        lines = plan_output.partition_as_text(numbers)
+    else:
+        best = plan(layers, workers, options.microbatches, memory, schemes=options.schemes, budget=options.search)
+        numbers, lines = plan_output.plan_as_json(best), plan_output.plan_as_text(best)
+        if options.output:
+            _write_checked(best.program, options.output)
     if not is_standard_output(options.output):
-        print(json.dumps(numbers, indent=1) if options.json else "\n".join(lines).lstrip("\n"))
+        print(json.dumps(numbers, indent=1) if options.json else "\n".join(lines))
     return 0
-
-
-def _partition(
-    options: PlanOptions, layers: Layers, bandwidth: float, memory: float
-) -> tuple[dict[str, Any], list[str]]:
-    """Where to cut the model, as numbers and as lines; a note if no cuts fit."""
-    try:
-        best = partition(prefixes(layers), options.workers, bandwidth, memory)
-        numbers = plan_output.partition_as_json(layers, options.workers, bandwidth, best)
-    except UsageError as error:
-        if options.partition_only:
-            raise
-        note(error)
-        return {}, []
-    return numbers, list(plan_output.partition_as_text(numbers))
 
 
 def run_search(options: SearchOptions) -> int:

@@ -11,8 +11,7 @@ from schedgen.compiler.options import Options
 from schedgen.ir.cost import read_cost
 from schedgen.ir.transport import NAMES
 from schedgen.planner.candidates import SEARCHED
-from schedgen.planner.order_search.budget import BUDGET
-from schedgen.planner.order_search.question import OBJECTIVES
+from schedgen.planner.order_search.question import BUDGET, OBJECTIVES
 from schedgen.schemes import SCHEMES
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.network import Alpha, Network, read_network, topology
@@ -297,7 +296,7 @@ class PlanOptions(Form, MachineOptions):
     graph: str | None = option("--graph FILE", MODEL_GRAPH, file=READ)
     workers: int = option("--workers W", "ranks", count, required=True)
     memory: float = option("--memory BYTES", "bytes that a worker may hold; default: no limit", amount, math.inf)
-    partition_only: bool = switch("--partition-only", "only where to cut, and replicas; with -o PipeDream's schedule")
+    partition_only: bool = switch("--partition-only", "only where to cut, and replicas")
     microbatches: int | None = option("--microbatches B", "microbatches of a step, each as profiled", count)
     schemes: Sequence[str] | None = option(
         "--schemes NAME,...", "only these; default: all", searched_schemes, without="partition_only"
@@ -306,7 +305,7 @@ class PlanOptions(Form, MachineOptions):
         "--search N", "also search for orders, with N millions of job start times each", count, 0,
         without="partition_only",
     )  # fmt: skip
-    output: str | None = option("-o --output FILE", SCHEDULE, file=WRITTEN)
+    output: str | None = option("-o --output FILE", SCHEDULE, file=WRITTEN, without="partition_only")
 
 
 @dataclass(frozen=True, kw_only=True)

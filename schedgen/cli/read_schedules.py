@@ -1,4 +1,4 @@
-"""Commands that read schedules: check, seal, stats, simulate, draw, export, diff.
+"""Commands that read schedules: check, repair, seal, stats, simulate, draw, export, diff.
 
 Each takes its options, prints or writes the result, and returns the exit code.
 """
@@ -6,18 +6,22 @@ Each takes its options, prints or writes the result, and returns the exit code.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from schedgen.checker import check
+from schedgen.checker import check, check_but_waits
+from schedgen.checker.proof import Proof
+from schedgen.checker.repair import Fewest, fewest, repair
 from schedgen.cli.options import (
     CheckOptions,
     CostOptions,
     DiffOptions,
     DrawOptions,
     ExportOptions,
+    RepairOptions,
     SealOptions,
     SimulateOptions,
     StatsOptions,
@@ -26,16 +30,15 @@ from schedgen.cli.read_lists import checked
 from schedgen.ir.cost import Amount, durations
 from schedgen.ir.file import parse, write
 from schedgen.ir.program import Program
-from schedgen.ir.transport import read_transport
+from schedgen.ir.transport import MESSAGES, read_transport
 from schedgen.planner.stage_costs import read_profile
 from schedgen.report.chakra import chakra_traces, jobs_rounded_to_zero
-from schedgen.report.chrome_trace import MEASURED, SIMULATED, trace_events, trace_file
+from schedgen.report.chrome_trace import MEASURED, SIMULATED, read_trace, run_numbers, trace_events, trace_file
 from schedgen.report.diff import diff
 from schedgen.report.draw import terminal
 from schedgen.report.draw.colours import TRANSFER_COLOURS
 from schedgen.report.draw.page import page
 from schedgen.report.draw.scene import Scene, build_scene, default_colouring
-from schedgen.report.measured_run import read_trace, run_numbers
 from schedgen.report.memory_advice import advice_as_json, advice_as_text, memory_advice
 from schedgen.report.stats_table import named_numbers, stats_table
 from schedgen.report.torch_csv import as_torch_csv
@@ -61,6 +64,46 @@ def run_check(options: CheckOptions) -> int:
             f"every {'forward' if header.is_forward else 'job'} once, no deadlock"
             f"{f' on {options.transport}' if transport else ''}{gradients}"
         )
+    return 0
+
+
+def run_repair(options: RepairOptions) -> int:
+    """Move messages until a schedule is safe on a transport, or find communicators that make it safe as it is."""
+    if options.fewest == bool(options.transport):
+        raise UsageError("repair needs either --transport or --fewest (see schedgen repair --help)")
+    transport = read_transport(options.transport or "in-order:edge-kind")
+    if transport is None:
+        raise UsageError("repair moves messages for a transport that delivers in order, not for mpi")
+    name = display_name(options.file)
+    program = checked(options.file, partial(check_but_waits, transport=transport))
+    if options.fewest:
+        return _print_fewest(options, fewest(program, name))
+    cost, machine = costs(options, program)
+    repaired = repair(program, name, transport)
+    check(repaired.program, f"internal error, {name} repaired", transport)
+    if options.output:
+        with open_output(options.output) as file:
+            write(repaired.program, file)
+    times = [simulate(each, cost, machine).latency for each in (program, repaired.program)]
+    was = f"{times[0]:g}" if repaired.in_place else "one that never ends"
+    ends = len(program.rows_of(*MESSAGES))
+    out = sys.stderr if is_standard_output(options.output) else sys.stdout
+    moved = f"{len(repaired.moved)} of {ends} SENDs and receives moved"
+    print(f"{name}: safe on {transport.name}, {moved}; simulated time {times[1]:g}, as it was {was}", file=out)
+    proof = Proof(program, name)
+    for row, behind in zip(repaired.moved.tolist(), repaired.behind.tolist(), strict=True):
+        print(f"{proof.where(row)}: now behind {proof.where(behind) if behind >= 0 else 'nothing'}", file=out)
+    return 0
+
+
+def _print_fewest(options: RepairOptions, few: Fewest) -> int:
+    """Print communicators, or write them as an assignment."""
+    text = "[\n " + ",\n ".join(json.dumps(each.as_json) for each in few.found) + "\n]\n"
+    count = number_of(len(few.found), "communicator")
+    words = "the fewest" if len(few.found) == few.needed else f"at least {few.needed} are needed"
+    note(f"{count}, {words}; each pair of ranks and kind of buffer has one of them")
+    with open_output(options.output or "-") as out:
+        out.write(text.encode("ascii"))
     return 0
 
 

@@ -2,7 +2,6 @@
 
 instructions.py       opcodes, operands, kinds of buffers
 effects.py            what each instruction does to which buffers; accesses.py: what each row of a program does
-reference_machine.py  what a list means, step by step; reference_rank.py: the state of a rank
 header.py             all but the instructions; of it stage_graph.py, tensor_parallel.py, weight_shards.py,
                       weight_versions.py
 program.py            a header and the instructions as arrays

@@ -100,6 +100,11 @@ def has_both(cost: Mapping[str, Any]) -> bool:
     return "B" in cost and "I" in cost
 
 
+def with_halves(cost: Mapping[str, Any]) -> dict[str, Any]:
+    """The costs with I and W: half of B each, where only B is known."""
+    return dict(cost) if "I" in cost or "B" not in cost else {**cost, "I": cost["B"] / 2, "W": cost["B"] / 2}
+
+
 def shortest_halves(cost: Mapping[str, Any], stages: int) -> dict[str, NDArray[np.float64]]:
     """F, I and W by stage, from costs that also have B: I is at most B, and W at most B - I.
 

@@ -2,7 +2,7 @@
 
 `accesses.py` looks up the effects of each row of a program; the checker, the simulator, the exports and the passes
 follow buffers by these accesses. Only code that executes lists states the effects a second time;
-`reference_machine.py` does so deliberately, without this table.
+`tests/helpers/reference_machine.py` does so deliberately, without this table.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The instruction set: opcodes, their operands, and how an instruction is written.
 
 This is the only place that defines an opcode and its operands. What an instruction does to which buffers is
-`effects.py`; what it means, step by step, is `reference_machine.py`.
+`effects.py`; what it means, step by step, is `tests/helpers/reference_machine.py`.
 """
 
 from __future__ import annotations

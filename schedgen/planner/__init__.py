@@ -4,7 +4,6 @@ layer_profile.py    layers with their costs, from PipeDream's files or from `mpi
 partition.py        PipeDream's dynamic programme
 stage_costs.py      layers gathered into stages, with their costs and their graph
 candidates.py       the schedules to try
-plan.py             candidates compiled and judged by the simulator; PipeDream's own schedule for its partition
-cut_moves.py        cuts near those of a good schedule
+plan.py             candidates compiled and judged by the simulator
 plan_output.py      partitions, plans and found orders, as text and JSON
 """

@@ -22,7 +22,6 @@ from schedgen.planner.partition import partition, prefixes
 from schedgen.planner.stage_costs import StageCosts, balanced, smallest, stage_costs
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
-from schedgen.simulator.lower_bounds import window_bound
 from schedgen.simulator.network import Links
 from schedgen.util.arrays import Floats, Ints
 from schedgen.util.errors import UsageError
@@ -135,7 +134,6 @@ class CandidateBound(NamedTuple):
 
     seconds: float
     bytes: float
-    least: float  # bytes, for any way to gather the layers into as many stages
 
 
 def candidate_bound(candidate: Candidate) -> CandidateBound:
@@ -149,45 +147,25 @@ def candidate_bound(candidate: Candidate) -> CandidateBound:
 
 
 def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints, n: Any) -> CandidateBound:
-    """The bound for one of the stage costs; by job, (D, S, B): `weights`, `compute`, `n`, which is None if greedy."""
+    """The bound for one of the stage costs: each worker's jobs and STEPs, its own stages and what it saves.
+
+    By job, (D, S, B): `weights`, `compute`, `n`, which is None if greedy.
+    """
     S, workers, machine = candidate.sizes.stages, candidate.sizes.workers or 1, costs.machine
     times = costs.durations(candidate.scheme.split)
     if candidate.scheme.unsplit_backward is not None and has_both(costs.times):
         times |= shortest_halves(costs.times, S)
     lengths = np.array([*without_redo(times).values()])
-    recompute = redo_duration(times) if candidate.way == Way.REDO else np.zeros(S)
+    if candidate.way == Way.REDO:
+        lengths[B] += redo_duration(times)
     owned = by_stage(machine.weight if machine.owned is None else machine.owned, S)
     weight, saved, step = (by_stage(amount, S) for amount in (machine.weight, machine.saved, machine.step))
-    message, on_link = machine.message_times(costs.passed_on), machine.beta * costs.passed_on
-    sends, receives, steps = np.zeros((3, workers))  # seconds of a worker's link out, of its link in, of its STEPs
-    owns, copies = np.zeros((2, workers))  # bytes of its own stages and their gradients, of its largest foreign copy
-    counts = np.zeros(S)  # owners of each stage
-    for s in range(S):
-        owners = np.zeros(workers, bool)
-        owners[np.unique(weights[:, s])] = True
-        counts[s] = owners.sum()
-        owns[owners] += owned[s] + weight[s]
-        steps[owners] += step[s]
-        # The sum over the owners: by messages between unequal hosts, an owner sends a whole gradient at the least.
-        often = 2 * (1 - 1 / counts[s]) if candidate.sums == ALLREDUCE else float(counts[s] > 1)
-        sends[owners] += often * machine.beta * weight[s]
-        guests = np.zeros(workers, bool)
-        guests[np.unique(compute[:, s])] = True
-        guests &= ~owners
-        receives[guests] += machine.beta * weight[s]
-        copies[guests] = np.maximum(copies[guests], 2 * weight[s])  # the copy and its gradient
-        for d, (a, b) in ((F, (s - 1, s)), (B, (s, s - 1))):
-            if s:
-                crosses = compute[d, a] != compute[d, b]
-                sends += on_link[s - 1] * np.bincount(compute[d, a][crosses], minlength=workers)
-                receives += on_link[s - 1] * np.bincount(compute[d, b][crosses], minlength=workers)
+    owns = np.zeros((workers, S), bool)
+    owns[weights, np.arange(S)[:, None]] = True
+    jobs = np.bincount(compute.ravel(), np.repeat(lengths, compute.shape[2]), minlength=workers)
     kept = np.concatenate([[0.0], costs.passed_on]) + (saved if candidate.way == Way.KEEP else 0)
-    norm = Links(machine.network, workers).sum_of(range(workers)).exchange
-    latency = window_bound(compute, lengths, recompute, message, workers) + norm + steps.max()
-    seconds = float(max(latency, sends.max(), receives.max()))
-    least = counts.min() * (owned + weight).sum() / len(np.unique(weights))
-    peak = owns + copies + _saved(kept, compute, workers, n)
-    return CandidateBound((1 - 1e-9) * seconds, float(peak.max()), float(least))
+    peak = owns @ (owned + weight) + _saved(kept, compute, workers, n)
+    return CandidateBound((1 - 1e-9) * float((jobs + owns @ step).max()), float(peak.max()))
 
 
 def _saved(kept: Floats, compute: Ints, workers: int, n: Any) -> Floats:

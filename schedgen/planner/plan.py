@@ -1,22 +1,18 @@
 """The Pareto front, in time and memory, of the schedules that a profile's layers allow.
 
-Candidates are schemes with balanced layers; those that no bound excludes are simulated, and the cuts of the best are
-moved while that helps (`cut_moves`). With a memory limit all this happens as without one, since moved cuts may fit
-where the cuts that they began with do not; and cuts whose largest stage needs few bytes are tried, too. `pipedream`
-searches nothing: it is PipeDream's own schedule.
+Candidates are schemes with balanced layers; those that no bound excludes are simulated. With a memory limit cuts whose
+largest stage needs few bytes are tried, too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
-from itertools import accumulate
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.checker import check_compiled
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.compiler.place import place_jobs
@@ -26,17 +22,14 @@ from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
 from schedgen.planner.candidates import Candidate, CandidateBound, candidate_bound, candidates, with_layers
-from schedgen.planner.cut_moves import Cuts, best_cuts
 from schedgen.planner.layer_profile import Layers, read_layers
-from schedgen.planner.order_search.placed_problem import least_time
+from schedgen.planner.order_search.problem import least_time
 from schedgen.planner.order_search.question import Limits, Question
-from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.search_order import search_order
+from schedgen.planner.order_search.search_ways import search_ways
 from schedgen.planner.order_search.ways import Way
-from schedgen.planner.partition import on_links, partition, prefixes
-from schedgen.planner.stage_costs import StageCosts, cost_ratios, stage_costs
-from schedgen.schemes import load
-from schedgen.schemes.scheme import Sizes
+from schedgen.planner.partition import on_links
+from schedgen.planner.stage_costs import StageCosts, cost_ratios
 from schedgen.simulator.network import Network
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError, number_of
@@ -70,8 +63,6 @@ class Plan(NamedTuple):
     simulated: int  # candidates that no bound ruled out
 
 
-MOST_CUTS = 200  # cuts that are tried near those of a schedule on the front ...
-MOST_INSTRUCTIONS = 300_000  # ... while no more than this many instructions are simulated: about a second
 MOST_REDONE = 3  # placements for which orders that redo forwards are searched
 
 
@@ -79,7 +70,6 @@ class _Entry(NamedTuple):
     schedule: PlannedSchedule
     candidate: Candidate
     costs: StageCosts
-    ordered_by: StageCosts  # the costs that greedy ordered it by: those of its cuts before they moved
     program: Program | None = None  # if its order was searched
 
 
@@ -125,37 +115,35 @@ def plan(
     ]
     bounded.sort(key=lambda pair: pair[0].seconds)
     with compiled_always():
-        every, simulated = _front_of_all(bounded, layers, bandwidth, memory)
+        every, simulated = _front_of_all(bounded, memory)
         front: _Front = [entry for entry in every if entry.schedule.peak_bytes <= memory]
         if budget:
             fastest = min((entry.schedule.step_time for entry in front), default=math.inf)
-            placed = _placed_candidates((each for _, each in bounded), [entry.costs for entry in front], fastest)
+            placed = _placed_candidates((each for _, each in bounded), fastest)
             for found in _searched(placed, fastest, memory, budget):
                 front = _with(found, front)
     if not front:
         if math.isfinite(memory):  # what was ruled out because it does not fit may be what needs least
             with compiled_always():
-                every, _ = _front_of_all(bounded, layers, bandwidth, math.inf)
+                every, _ = _front_of_all(bounded, math.inf)
         what = "no schedule" if schemes is None else f"no schedule of {', '.join(schemes)}"
         limit = f" and {memory:g} bytes each" if math.isfinite(memory) else ""
         batches = number_of(microbatches, "microbatch")
         raise UsageError(f"{what} fits {number_of(workers, 'worker')}{limit} with {batches}{_least_memory(every)}")
     front = sorted(front, key=lambda entry: entry.schedule.step_time)
     first = front[0]
-    program = first.program or _compiled(first.candidate, first.costs, first.ordered_by)
+    program = first.program or _compiled(first.candidate, first.costs)
     return Plan([entry.schedule for entry in front], program, len(bounded), simulated)
 
 
-def _front_of_all(
-    bounded: Sequence[tuple[CandidateBound, Candidate]], layers: Layers, bandwidth: float, memory: float
-) -> tuple[_Front, int]:
+def _front_of_all(bounded: Sequence[tuple[CandidateBound, Candidate]], memory: float) -> tuple[_Front, int]:
     """The Pareto front of the candidates, whether they fit or not: of those that fit, it has the front, too; and how
-    many candidates were simulated. Left out are those that no cuts make fit.
+    many candidates were simulated. Left out are those that a bound says do not fit.
     """
     every: _Front = []
     simulated = 0
     for bound, candidate in over(bounded, "search", len(bounded)):
-        if bound.least > memory or _beaten(bound.seconds, bound.bytes, every):
+        if bound.bytes > memory or _beaten(bound.seconds, bound.bytes, every):
             continue
         simulated += 1
         for entry in _simulated(candidate):
@@ -163,10 +151,6 @@ def _front_of_all(
     for other in (entry.candidate._replace(sums=ALLREDUCE) for entry in every if entry.schedule.sums != ALLREDUCE):
         for entry in _simulated(other):
             every = _with(entry, every)
-    starts = every
-    for start in over(starts, "move cuts", len(starts)):
-        for moved in _moved(start, layers, bandwidth, memory):
-            every = _with(moved, every)
     return every, simulated
 
 
@@ -182,25 +166,6 @@ def _least_memory(every: _Front) -> str:
         f"; the least that would is {least.peak_bytes} bytes, by {least.scheme} with {', '.join(words)}, "
         f"in {least.step_time:.4g} s a step"
     )
-
-
-def pipedream(layers: Layers, workers: int, bandwidth: float, microbatches: int, memory: float = math.inf) -> Program:
-    """PipeDream's own schedule: its partition, run as 1F1B-RR without a flush [Narayanan et al. 2019, section 3.2].
-
-    The partition may need up to `memory` bytes on a worker; UsageError if none fits or microbatches are too few.
-    """
-    best = partition(prefixes(layers), workers, bandwidth, memory)
-    most = max(best.replicas)
-    if microbatches < most:
-        raise UsageError(f"--microbatches {microbatches} is too few: the partition has a stage of {most} replicas")
-    sizes = Sizes(len(best.stages), microbatches, replicas=best.replicas)
-    costs = stage_costs(layers, best.ends, bandwidth)
-    if costs.tied:
-        raise UsageError("PipeDream's schedule has weight versions, which tied stages cannot have: leave -o out")
-    scheme = with_layers(load("pipedream", sizes), costs)
-    program = compile(scheme, sizes, Options(cost=cost_ratios(costs.durations(scheme.split))))
-    check_compiled(program)
-    return program
 
 
 def _with(entry: _Entry, front: _Front) -> _Front:
@@ -221,11 +186,18 @@ def _beaten(seconds: float, bytes: float, front: _Front) -> bool:
 
 
 def _simulated(candidate: Candidate) -> Iterator[_Entry]:
-    """The candidate simulated with each of its stage costs for which it compiles."""
-    program = _programs(candidate, candidate.costs[0])
+    """The candidate simulated with each of its stage costs for which no cap blocks it.
+
+    Cuts whose stages have the same graph have one program: only the header differs.
+    """
+    programs: dict[ModelGraph | None, Program | None] = {}
     for costs in candidate.costs:
-        if (compiled := program(costs)) is not None:
-            yield _Entry(_timed(compiled, candidate, costs), candidate, costs, candidate.costs[0])
+        if costs.graph not in programs:
+            programs[costs.graph] = None
+            with suppress(UsageError):
+                programs[costs.graph] = _compiled(candidate, costs)
+        if (program := programs[costs.graph]) is not None:
+            yield _Entry(_timed(program, candidate, costs), candidate, costs)
 
 
 def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> PlannedSchedule:
@@ -237,36 +209,11 @@ def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> Planned
     return PlannedSchedule(candidate.name, *where, *ways, costs.layer_counts, seconds, bytes, sums=candidate.sums)
 
 
-def _moved(start: _Entry, layers: Layers, bandwidth: float, memory: float) -> list[_Entry]:
-    """An entry for each set of cuts that was simulated near those of an entry, which need not fit: moved ones may."""
-    candidate = start.candidate
-    tried: dict[Cuts, _Entry | None] = {}
-    program = _programs(candidate, start.costs)
-    if (own := program(start.costs)) is None:
-        return []
-
-    def seconds(cuts: Cuts, limit: float) -> float:
-        if cuts not in tried:
-            costs = stage_costs(layers, cuts, bandwidth)
-            moved = program(costs)
-            entry = None if moved is None else _Entry(_timed(moved, candidate, costs), candidate, costs, start.costs)
-            tried[cuts] = entry
-        entry = tried[cuts]
-        return math.inf if entry is None or entry.schedule.peak_bytes > limit else entry.schedule.step_time
-
-    evaluations = min(MOST_CUTS, MOST_INSTRUCTIONS // len(own))
-    for limit in (math.inf, memory) if start.schedule.peak_bytes <= memory < math.inf else (math.inf,):
-        best_cuts(tuple(accumulate(start.schedule.layers)), partial(seconds, limit=limit), evaluations)
-    return [moved for moved in tried.values() if moved is not None]
-
-
-def _placed_candidates(
-    candidates: Iterable[Candidate], moved: Sequence[StageCosts], fastest: float
-) -> list[_PlacedCandidate]:
+def _placed_candidates(candidates: Iterable[Candidate], fastest: float) -> list[_PlacedCandidate]:
     """The placements that may be faster than `fastest`, those with the least lower bound first.
 
-    Each has its own cuts or those of `moved`; a placement that several schemes share is listed once. Where the halves
-    of backwards are measured, too, one search tries whole and split backwards, whatever the scheme does.
+    A placement that several schemes share is listed once. Where the halves of backwards are measured, too, one search
+    tries whole and split backwards, whatever the scheme does.
     """
     distinct: dict[tuple[bool, tuple[int, ...], bytes], _PlacedCandidate] = {}
     for candidate in candidates:
@@ -274,7 +221,7 @@ def _placed_candidates(
         if candidate.way != Way.KEEP:
             continue
         _, compute, *_ = place_jobs(scheme, sizes.stages, sizes.microbatches, 2)
-        for costs in (*candidate.costs, *(costs for costs in moved if len(costs.layer_counts) == sizes.stages)):
+        for costs in candidate.costs:
             mixed = has_both(costs.times)
             key = scheme.split or mixed, costs.layer_counts, compute.tobytes()
             if key in distinct:
@@ -296,7 +243,7 @@ def _searched_program(placed: _PlacedCandidate, memory: float, budget: int, redo
     ways = (Way.REDO, Way.AWAY) if placed.question.machine.network.host.is_known else (Way.REDO,)
     question = placed.question._replace(limits=Limits(bytes=memory if math.isfinite(memory) else None), ways=ways)
     try:
-        found = (search_with_recompute if redo else search_order)(question, budget)
+        found = (search_ways if redo else search_order)(question, budget)
     except UsageError:
         return None
     return found.program if found.source == "search" else None
@@ -305,37 +252,17 @@ def _searched_program(placed: _PlacedCandidate, memory: float, budget: int, redo
 def _searched(hopeful: Sequence[_PlacedCandidate], fastest: float, memory: float, budget: int) -> Iterator[_Entry]:
     """The best order found for each placement that may be faster than `fastest`; with a memory limit, the placements
     of least bound may also redo forwards."""
-    tries = [(placed, False) for placed in hopeful]
-    if math.isfinite(memory):
-        tries += [(placed, True) for placed in hopeful[:MOST_REDONE]]
-    for placed, redo in over(tries, "search orders", len(tries)):
+    for k, placed in enumerate(over(hopeful, "search orders", len(hopeful))):
+        redo = math.isfinite(memory) and k < MOST_REDONE
         if placed.least < fastest and (program := _searched_program(placed, memory, budget, redo)) is not None:
             schedule = _timed(program, placed.candidate, placed.costs)._replace(order="search", sums=ALLREDUCE)
             fastest = min(fastest, schedule.step_time)
-            yield _Entry(schedule, placed.candidate, placed.costs, placed.costs, program)
+            yield _Entry(schedule, placed.candidate, placed.costs, program)
 
 
-def _programs(candidate: Candidate, ordered_by: StageCosts) -> Callable[[StageCosts], Program | None]:
-    """`_compiled` with a cache: one program for all cuts whose stages have the same graph, as only the header differs.
-
-    It returns None if a cap blocks the schedule.
-    """
-    programs: dict[ModelGraph | None, Program | None] = {}
-
-    def program(costs: StageCosts) -> Program | None:
-        if costs.graph not in programs:
-            try:
-                programs[costs.graph] = _compiled(candidate, costs, ordered_by)
-            except UsageError:
-                programs[costs.graph] = None
-        return programs[costs.graph]
-
-    return program
-
-
-def _compiled(candidate: Candidate, costs: StageCosts, ordered_by: StageCosts) -> Program:
-    """The candidate with the layers of `costs`, ordered by the costs `ordered_by`."""
-    ratios = cost_ratios(ordered_by.durations(candidate.scheme.split))
+def _compiled(candidate: Candidate, costs: StageCosts) -> Program:
+    """The candidate with the layers of `costs`, ordered by the first of its costs."""
+    ratios = cost_ratios(candidate.costs[0].durations(candidate.scheme.split))
     stages, hosts = range(candidate.sizes.stages), costs.machine.network.hosts
     redone, away = (stages if candidate.way == way else () for way in (Way.REDO, Way.AWAY))
     options = Options(cost=ratios, recompute=redone, offload=away, tied=costs.tied, sums=candidate.sums, hosts=hosts)

@@ -9,11 +9,11 @@ import math
 from bisect import bisect
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from schedgen.ir.cost import REDO, Amount, by_stage, own_costs
+from schedgen.ir.cost import REDO, Amount, by_stage, own_costs, with_halves
 from schedgen.ir.graph_file import ModelGraph, read_graph_file
 from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import StageGraph, chain
@@ -47,9 +47,9 @@ class StageCosts(NamedTuple):
         return own_costs(self.with_halves, 3 if split else 2)
 
     @property
-    def with_halves(self) -> dict[str, Floats]:
+    def with_halves(self) -> dict[str, Any]:
         """All seconds by stage; halves that were not measured each take half of B."""
-        return _with_halves(self.times)
+        return with_halves(self.times)
 
 
 def read_profile(file: AnyPath, program: Program, graph: AnyPath | None = None) -> tuple[dict[str, Amount], Machine]:
@@ -68,20 +68,14 @@ def read_profile(file: AnyPath, program: Program, graph: AnyPath | None = None) 
         in_file = header.graph.edges, header.graph.per_consumer, () if header.is_forward else header.tied
         if (made.edges, made.per_consumer, () if header.is_forward else made.tied) != in_file:
             raise UsageError(f"the schedule's stages have other edges or ties than those of {name}: give its --graph")
-        return dict(costs.with_halves), costs.machine
+        return costs.with_halves, costs.machine
     if graph is not None:
         raise UsageError(f"--graph is of layers, but the schedule does not join those of {name}: leave it out")
     times, machine = parse_profile(text, name, header.stages, header.graph.edges, header)
     if counts and "B" in times:
         by_stage_times = {name: by_stage(seconds, header.stages) for name, seconds in times.items()}
-        return dict(_with_halves(_not_too_short(by_stage_times))), machine
+        return with_halves(_not_too_short(by_stage_times)), machine
     return times, machine
-
-
-def _with_halves(times: Mapping[str, Floats]) -> dict[str, Floats]:
-    if "I" in times:
-        return dict(times)
-    return {**times, "I": times["B"] / 2, "W": times["B"] / 2}
 
 
 def _not_too_short(times: Mapping[str, Floats]) -> dict[str, Floats]:

@@ -18,7 +18,7 @@ import numpy as np
 from schedgen.checker import check_compiled
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.cost import REDO, has_both
+from schedgen.ir.cost import has_both, with_halves
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.limits import check_workers
 from schedgen.ir.program import Program
@@ -138,20 +138,13 @@ def _compiled(name: str, sizes: Sizes, cost: Mapping[str, float] | None, limit: 
     """The program, compiled under the limit of saved forwards if its order is greedy."""
     scheme = _loaded(name, sizes)
     limit = limit if scheme.mode == "greedy" else None
-    program = compile(scheme, sizes, Options(cost=_with_halves(cost, scheme.split), memory_limit=limit))
+    program = compile(scheme, sizes, Options(cost=cost and with_halves(cost), memory_limit=limit))
     check_compiled(program)
     if program.header.workers != sizes.workers:
         raise UsageError(f"it needs {program.header.workers} workers, not {sizes.workers}")
     if cost is not None and has_both(cost) and program.mixes_backwards:
         program = replace(program, header=replace(program.header, cost=cost))
     return program
-
-
-def _with_halves(cost: Mapping[str, float] | None, split: bool) -> Mapping[str, float] | None:
-    if cost is None or not split or "I" in cost:
-        return cost
-    redo = {REDO: cost[REDO]} if REDO in cost else {}
-    return {"F": cost["F"], "I": cost["B"] / 2, "W": cost["B"] / 2, **redo}
 
 
 def _numbers(program: Program, name: str, sizes: Sizes, with_cost: bool) -> SchemeNumbers:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from schedgen.ir.instructions import F
-from schedgen.schemes.job_lists import JobList, place_in_list
 from schedgen.schemes.looped import chunked, vee
+from schedgen.schemes.orders import JobList, place_in_list
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import UsageError
 

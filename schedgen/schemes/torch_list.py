@@ -151,8 +151,8 @@ def list_in(name: str) -> TorchList:
 def read_torch_list(text: str, name: str) -> TorchList:
     """The list in the text of file `name`.
 
-    Raises RefusedFile, with rank and cell, for anything that is not an action, for missing or repeated jobs, for
-    messages that have no other end, and for an UNSHARD, RESHARD or REDUCE_GRAD in the wrong place.
+    Raises RefusedFile, with rank and cell, for anything that is not an action, for missing or repeated jobs, and for
+    stages and microbatches that there are not. The checker's rules judge its messages.
     """
     torch_list = _parse(text, name)
     if not len(torch_list.rows_of(*_JOBS)):
@@ -162,8 +162,6 @@ def read_torch_list(text: str, name: str) -> TorchList:
     _check_jobs(torch_list)
     if torch_list.type.max() > Action.W:
         _check_stages(torch_list)
-        _check_messages(torch_list)
-        _check_sharding(torch_list)
     return torch_list
 
 
@@ -200,17 +198,12 @@ def _parse(text: str, name: str) -> TorchList:
     return TorchList(name, len(lines), rank_of[cell], cell_of[cell], type, numbers[at], mb, delayed)
 
 
-def _twice(*columns: Numbers) -> Numbers:
-    """The rows, ascending, of which an earlier row has the same values in these columns."""
-    order = np.lexsort(columns)
-    same = np.logical_and.reduce([column[order][1:] == column[order][:-1] for column in columns])
-    return np.sort(order[1:][same])
-
-
 def _check_jobs(torch_list: TorchList) -> None:
     """Refuse the list unless it has every job of its stages and microbatches exactly once."""
     jobs, directions = jobs_of(torch_list)
-    torch_list.refuse_any(jobs.action[_twice(*jobs[1:])], "this job is listed twice")
+    order = np.lexsort(jobs[1:])
+    again = (np.diff([column[order] for column in jobs[1:]]) == 0).all(axis=0)
+    torch_list.refuse_any(jobs.action[np.sort(order[1:][again])], "this job is listed twice")
     stages = np.unique(jobs.stage)
     S = len(stages)
     if stages[-1] >= S:
@@ -242,7 +235,8 @@ def _check_jobs(torch_list: TorchList) -> None:
 
 
 def _check_stages(torch_list: TorchList) -> None:
-    """Refuse a stage on two ranks, and an action on a stage or microbatch that there is not, or of another rank."""
+    """Refuse a stage on two ranks, an action on a stage or microbatch that there is not or of another rank, and a
+    message to or from no stage."""
     jobs = torch_list.rows_of(*_JOBS)
     stages, microbatches = int(torch_list.stage[jobs].max()) + 1, int(torch_list.mb[jobs].max()) + 1
     for wrong, what, most in ((torch_list.stage, "stage", stages), (torch_list.mb, "microbatch", microbatches)):
@@ -253,62 +247,6 @@ def _check_stages(torch_list: TorchList) -> None:
         torch_list.refuse(
             row, f"its stage is on rank {torch_list.rank[job]}: cell {torch_list.cell[job]} has a job of it"
         )
-
-
-def _check_messages(torch_list: TorchList) -> None:
-    """Refuse a message without another end, a WAIT_SEND without a SEND before it, and a job that nothing is sent to."""
     messages = torch_list.rows_of(*SENDS, *RECEIVES, *WAITS)
-    type, stage, mb = torch_list.type, torch_list.stage, torch_list.mb
-    torch_list.refuse_any(messages[_twice(type[messages], stage[messages], mb[messages])], "this is listed twice")
-    other, stages = stage[messages] + OTHER_STAGE[type[messages]], int(stage.max()) + 1
+    other = torch_list.stage[messages] + OTHER_STAGE[torch_list.type[messages]]
     torch_list.refuse_any(messages[(other < 0) | (other == stages)], "its stage has no neighbour there")
-
-    def rows_by_buffer(shift: int, *actions: tuple[Action, ...]) -> Numbers:
-        """Rows of actions on outputs and on gradients, (2, S - 1, B), by the stage whose output or gradient it is."""
-        table = np.full((2, stages, int(mb.max()) + 1), -1, np.int64)
-        for of_gradient, types in enumerate(actions):
-            rows = torch_list.rows_of(*types)
-            table[of_gradient, stage[rows] - (of_gradient != shift), mb[rows]] = rows
-        return table[:, :-1]  # what the first stage reads and the last gives is no message
-
-    backward = (Action.B, Action.I)
-    gives, needs = rows_by_buffer(0, (Action.F,), backward), rows_by_buffer(1, (Action.F,), backward)
-    sends = rows_by_buffer(0, *((each,) for each in SENDS))
-    receives = rows_by_buffer(1, *((each,) for each in RECEIVES))
-    waits = rows_by_buffer(0, *((each,) for each in WAITS))
-    for here, there, jobs, lacks in ((sends, receives, needs, "RECV"), (receives, sends, gives, "SEND")):
-        alone = (here >= 0) & (there < 0)
-        for row, job in sorted(zip(here[alone].tolist(), jobs[alone].tolist(), strict=True))[:1]:
-            action = f"{stage[job]}{lacks}_{'B' if type[row] in GRADIENTS else 'F'}{mb[job]}"
-            place = f"its {torch_list.text(job)} in cell {torch_list.cell[job]}"
-            side = "before" if lacks == "RECV" else "after"
-            torch_list.refuse(row, f"rank {torch_list.rank[job]} has no {action} {side} {place}")
-    silent = (torch_list.rank[gives] != torch_list.rank[needs]) & (receives < 0)
-    for row, job in sorted(zip(needs[silent].tolist(), gives[silent].tolist(), strict=True))[:1]:
-        place = f"{torch_list.text(job)} on rank {torch_list.rank[job]}, cell {torch_list.cell[job]}"
-        torch_list.refuse(row, f"there is no message to it from {place}")
-    torch_list.refuse_any(np.sort(waits[(waits >= 0) & ((sends < 0) | (sends > waits))]), "there is no SEND before it")
-
-
-def _check_sharding(torch_list: TorchList) -> None:
-    """Refuse a job on sharded weights, UNSHARDs and RESHARDs that do not alternate, and a REDUCE_GRAD that is early."""
-    rows = torch_list.rows_of(*_JOBS, *_SHARDING)
-    rows = rows[np.argsort(torch_list.stage[rows], kind="stable")]
-    type, stage = torch_list.type[rows], torch_list.stage[rows]
-    change = (type == Action.UNSHARD).astype(np.int64) - (type == Action.RESHARD)
-    level, begins = np.cumsum(change), np.searchsorted(stage, stage)
-    level -= level[begins] - change[begins]  # 1 where the weights of the stage are whole
-    reduces, backward = type == Action.REDUCE_GRAD, np.isin(type, (Action.B, Action.W))
-    last = np.maximum.reduceat(np.where(backward, np.arange(len(rows)), -1), np.unique(begins))[stage]
-    faults = (
-        ((type == Action.UNSHARD) & (level != 1), "the weights of its stage are unsharded already"),
-        ((type == Action.RESHARD) & (level != 0), "the weights of its stage are sharded already"),
-        ((type <= Action.W) & (level != 1) & change.any(), "the weights of its stage are sharded here"),
-        (reduces & (np.arange(len(rows)) < last), "backwards of its stage are still to come"),
-    )
-    for row, reason in sorted((int(row), reason) for wrong, reason in faults for row in np.sort(rows[wrong])[:1])[:1]:
-        torch_list.refuse(row, reason)
-    torch_list.refuse_any(rows[reduces][_twice(stage[reduces])], "this is listed twice")
-    for lacks in np.setdiff1d(stage, stage[reduces])[:1].tolist() if reduces.any() else ():
-        row = int(rows[np.flatnonzero(stage == lacks)[-1]])
-        torch_list.refuse(row, f"no REDUCE_GRAD of stage {lacks} comes after it")

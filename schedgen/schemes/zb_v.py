@@ -7,8 +7,8 @@ n: a list for each worker, strict; at most 3W/2 microbatches: V-Half's building 
 from __future__ import annotations
 
 from schedgen.schemes.building_block import half, squeezed_starts
-from schedgen.schemes.job_lists import Job, JobList, place_in_list
 from schedgen.schemes.looped import chunked, vee
+from schedgen.schemes.orders import Job, JobList, place_in_list
 from schedgen.schemes.scheme import Function, Scheme, Sizes
 
 PARAMETERS = ("workers",)

@@ -3,8 +3,7 @@
 simulate.py            when each instruction runs; execution.py is its loop
 machine.py             the machine: links, sizes, the time of a STEP; a profile read
 buffer_sizes.py        the bytes of every buffer, message and sum on it
-timeline.py            when instructions ran and what they waited for, simulated or measured
-time_breakdown.py      where every rank's time went
+timeline.py            when instructions ran and what they waited for, simulated or measured; where time went
 stats.py               the numbers of a simulation, and of a schedule where messages take no time
 lower_bounds.py        how fast any order could be; memory_bound.py: with limited memory
 memory_plan.py         a slot for every buffer that a rank receives

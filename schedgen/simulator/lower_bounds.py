@@ -6,12 +6,8 @@ memory         Each forward's saved activations are alive until its backward has
                these times over a worker's jobs fits into the latency times the worker's peak of activations. This is
                the theorem of Rahimi 2025 (throughput <= M / S, for identical stages in a chain, one unit of memory
                each, messages hidden) with the jobs' own durations, for any DAG of stages and for each worker.
-way            for each worker: the path to its first jobs, its jobs one after another, the path from its last jobs to
-               the end; and the same for some of its jobs only, which have longer paths before or after (Jackson 1955,
-               Carlier 1982: heads and tails of a machine)
-ends           idle time at the beginning and end of a worker that its memory forces (`memory_bound`)
-window         for a chain: no worker begins before a forward has reached it, and none ends before its last backward
-               has gone back to the first stage
+ends           for each worker: its jobs, and the idle time at its beginning and end that paths to its first jobs and
+               from its last ones force, and its memory (`memory_bound`)
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ import numpy as np
 
 from schedgen.ir.cost import Amount, by_stage, durations, has_both, redo_duration, shortest_halves
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import B, F
+from schedgen.ir.instructions import F
 from schedgen.ir.job_graph import job_graph
 from schedgen.simulator.memory_bound import WorkerJobs, memory_bound
 from schedgen.util.arrays import Flags, Floats, Ints, Numbers, Times
@@ -34,7 +30,7 @@ MOST_NODES = 600  # directions x stages: with more, `ends` is 0, since it takes 
 def lower_bounds(
     header: Header, cost: Mapping[str, Amount], peak_activations: Numbers, redone: Flags | None = None
 ) -> dict[str, float]:
-    """The bounds by name: work, critical_path, way and, if there are backwards, memory and ends; in units of `cost`.
+    """The bounds by name: work, critical_path, ends and, if there are backwards, memory; in units of `cost`.
 
     Where backwards are split and `cost` also has a B, some backwards may be whole. `peak_activations`: by worker;
     `redone`: (S, B), whether there is a RECOMPUTE; None: only where a backward runs on another worker than its forward.
@@ -59,59 +55,32 @@ def lower_bounds(
         forwards[producer] = max(forwards[producer], forwards[consumer] + forward[consumer])
         backwards[producer] = max(backwards[producer], backwards[consumer] + backward[consumer])
     alive = forwards + backwards + backward + weights  # from the end of a stage's forward to that of its W
-    bounds = {"work": float(busy.max()), "critical_path": float((forward + alive).max()), "way": _way(header, lengths)}
+    bounds = {"work": float(busy.max()), "critical_path": float((forward + alive).max())}
+    redone = moved if redone is None else redone | moved
+    bounds["ends"] = _ends_of(header, lengths, peak_activations, redone)
     if not header.is_forward:
-        redone = moved if redone is None else redone | moved
         time = np.where(redone, 0.0, alive[:, None]).ravel()
         held = np.bincount(header.compute[F].ravel(), time, minlength=header.workers)
         bounds["memory"] = float((held / np.maximum(peak_activations, 1)).max())
-        bounds["ends"] = 0.0 if redone.any() else _ends_of(header, lengths, peak_activations)
     return bounds
 
 
-def _ends_of(header: Header, lengths: Mapping[str, Times], peak_activations: Numbers) -> float:
-    """`_ends` without messages, with the memory that the schedule takes, no forward redone; 0 with very many stages."""
+def _ends_of(header: Header, lengths: Mapping[str, Times], peak_activations: Numbers, redone: Flags) -> float:
+    """`_ends` without messages, with the memory that the schedule takes; of stages that redo forwards, with none.
+
+    0 with very many stages, or if a backward is on another worker than its forward: it redoes it, and need not wait.
+    """
     directions, stages = len(lengths), header.stages
-    if directions * stages > MOST_NODES:
+    if directions * stages > MOST_NODES or (header.compute != header.compute[0]).any():
         return 0.0
     takes = np.zeros((directions, stages))
-    takes[0], takes[-1] = 1, -1
+    if directions > 1:
+        takes[0], takes[-1] = ~redone.any(axis=1), -1.0 * ~redone.any(axis=1)
     times = np.concatenate(list(lengths.values()))
     before = job_graph(header.graph, header.microbatches, directions).pred
     way = longest_ways(before, times, {})
     capacity = np.maximum(peak_activations, 1).astype(np.float64)
     return _ends(header.compute, way, times, False, takes.ravel(), capacity)
-
-
-def _way(header: Header, lengths: Mapping[str, Times]) -> float:
-    """The largest, over workers, of the least time before its jobs, plus its jobs, plus the least time after them.
-
-    Also with F, or F and I, as its only jobs. Like `order_bound` without messages, but for any number of stages: each
-    node is visited once. 0 if a backward is on another worker than its forward: it redoes it, and need not wait for it.
-    """
-    if (header.compute != header.compute[0]).any():
-        return 0.0
-    directions, stages = len(lengths), header.stages
-    time = np.concatenate(list(lengths.values()))
-    before = job_graph(header.graph, header.microbatches, directions).pred
-    heads, tails = np.zeros((2, len(before)))
-    order = list(TopologicalSorter(dict(enumerate(before))).static_order())
-    for node in order:
-        heads[node] = max((heads[other] + time[other] for other in before[node]), default=0.0)
-    for node in reversed(order):
-        for other in before[node]:
-            tails[other] = max(tails[other], time[node] + tails[node])
-    longest = 0.0
-    for few in range(1, directions + 1):
-        busy = np.zeros(header.workers)
-        first, last = np.full((2, header.workers), np.inf)
-        for node in range(few * stages):
-            worker = header.compute[node // stages, node % stages]
-            busy += time[node] * np.bincount(worker, minlength=header.workers)
-            np.minimum.at(first, worker, heads[node])
-            np.minimum.at(last, worker, tails[node])
-        longest = max(longest, float((first + busy + last)[np.isfinite(first)].max()))
-    return longest
 
 
 def order_bound(
@@ -204,28 +173,3 @@ def _threaded(heads: Times, tails: Times, busy: Times) -> float:
         for tail in np.unique(tails[late]):
             longest = max(longest, float(head + tail + busy[late & (tails >= tail)].sum()))
     return longest
-
-
-def window_bound(compute: Ints, lengths: Times, recompute: Times, hops: Times, workers: int) -> float:
-    """The largest, over workers, of the time to its first job, its jobs, and the time back to the first stage.
-
-    compute    the worker of every job of a chain, (D, S, B)
-    lengths    the duration of each direction by stage, (D, S)
-    recompute  duration of the RECOMPUTE for each backward, (S,), which need not wait for what the backward waits for
-    hops       time of a message from each stage to the next, (S - 1,); it counts where all microbatches change workers
-    """
-    hops = np.where((compute[F, 1:] != compute[F, :-1]).all(axis=1), hops, 0.0)
-    reached = np.concatenate([[0.0], np.cumsum(lengths[F, :-1] + hops)])  # from the start until stage s may begin
-    back = np.concatenate([[0.0], np.cumsum(lengths[B, :-1] + hops)])  # from its backward to the first stage's end
-    lengths = lengths.copy()
-    lengths[B] += recompute
-    busy = np.zeros((len(compute), workers))
-    head, tail = np.full((2, workers), np.inf)
-    for s in range(len(recompute)):
-        for d in range(len(compute)):
-            busy[d] += lengths[d, s] * np.bincount(compute[d, s], minlength=workers)
-        np.minimum.at(head, compute[F, s], reached[s])
-        np.minimum.at(tail, compute[B, s], back[s])
-    used = np.isfinite(head) & np.isfinite(tail)
-    windows = head + busy[F] + busy[B] + tail
-    return float(np.maximum(windows, head + busy.sum(axis=0))[used].max())

@@ -19,7 +19,7 @@ from schedgen.ir.stage_graph import StageGraph
 from schedgen.ir.version_1 import from_version_1
 from schedgen.simulator.network import Level, Network, network_of
 from schedgen.util.arrays import Floats, Times
-from schedgen.util.errors import RefusedFile, UsageError, clip, number_of
+from schedgen.util.errors import RefusedFile, clip, number_of
 from schedgen.util.parse_json import read_json
 
 
@@ -60,17 +60,6 @@ class Machine(NamedTuple):
     def on(self, network: Network) -> Machine:
         """The machine with this network in place of its own."""
         return self._replace(joined=network, alpha=network.alpha, beta=network.beta)
-
-    def check_times(self) -> None:
-        """UsageError if a time is below 0 or not finite."""
-        times: list[tuple[str, Amount]] = [("step", self.step)]
-        for level in self.network.levels:
-            times += [("alpha", [alpha for _, alpha in level.alphas]), ("beta", level.beta), ("card", level.card)]
-        times += [("host alpha", self.network.host.alpha), ("host beta", self.network.host.beta)]
-        for name, time in times:
-            wrong = ~((amounts := np.ravel(time)) >= 0) | np.isinf(amounts)
-            if wrong.any():
-                raise UsageError(f"Machine: {name} should be a time of at least 0, not {amounts[wrong][0]:g}")
 
     def edge_bytes(self, graph: StageGraph) -> Floats:
         """Bytes of the x, and of the g, that goes along each edge, shape (edges,)."""

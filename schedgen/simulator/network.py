@@ -27,8 +27,11 @@ from schedgen.util.files import AnyPath, display_name, read_text
 from schedgen.util.parse_json import read_json
 
 Alpha = float | tuple[tuple[float, float], ...]
-LEVEL_KEYS = ("name", "devices", "alpha", "beta", "card")
+LEVEL_FORM = (
+    '{"name": text, "devices": number or list, "alpha": time or [[bytes, time], ...], "beta": time, "card": time}'
+)
 KEYS = ("levels", "speed", "memory", "host")
+MOST_LEVELS = 16
 HOST = -1  # in place of a rank, as the end of a copy: the memory of the other end's host
 
 
@@ -302,13 +305,10 @@ def read_network(file: AnyPath) -> Network:
 
 def network_of(values: Any, name: str) -> Network:
     """The network that a JSON value describes; RefusedFile, which begins with `name`, if it describes none."""
-    if not isinstance(values, dict) or not isinstance(listed := values.get("levels"), list) or not listed:
-        raise RefusedFile(f"{name}: a machine should be an object with a list of levels")
-    if unknown := sorted(values.keys() - {*KEYS}):
-        raise RefusedFile(f"{name}: a machine has {', '.join(KEYS)}, but no '{clip(unknown[0])}'")
+    listed = values.get("levels") if isinstance(values, dict) and values.keys() <= {*KEYS} else None
+    if not isinstance(listed, list) or not 0 < len(listed) <= MOST_LEVELS:
+        raise RefusedFile(f"{name}: a machine is an object with a list of levels and perhaps {', '.join(KEYS[1:])}")
     levels = tuple(_level(each, f"{name}: level {k}", k, k == len(listed) - 1) for k, each in enumerate(listed))
-    for below, level in pairwise(levels):
-        _check_nested(below, level, name)
     speed, memory = (
         _amounts(values[key], f"{name}: {key}", most) if key in values else most
         for key, most in (("speed", 1.0), ("memory", math.inf))
@@ -317,80 +317,66 @@ def network_of(values: Any, name: str) -> Network:
     if len({*(counts := network.counts).values()}) > 1:
         said = ", ".join(f"{count} by {what}" for what, count in counts.items())
         raise RefusedFile(f"{name}: the numbers of devices differ: {said}")
+    _check_nested(network, name)
     return network
 
 
 def _level(values: Any, where: str, number: int, is_last: bool) -> Level:
-    if not isinstance(values, dict) or not isinstance(name := values.get("name"), str):
-        raise RefusedFile(f"{where}: should be an object with a name")
-    if unknown := sorted(values.keys() - {*LEVEL_KEYS}):
-        raise RefusedFile(f"{where}: has {', '.join(LEVEL_KEYS)}, but no '{clip(unknown[0])}'")
-    for key in ("alpha", "beta", *(["card"] if "card" in values else [])):
-        if not is_amount(values.get(key)) and not (key == "alpha" and _are_alphas(values.get(key))):
-            more = ", or a list of [bytes, time] for messages from so many bytes, the first from 0"
-            raise RefusedFile(f"{where}: {key} should be a time of at least 0{more if key == 'alpha' else ''}")
-    if "card" in values and not number:
-        raise RefusedFile(f"{where}: the innermost level has no card: a card joins groups of the level below")
-    devices = values.get("devices", 0)
-    counts = devices if isinstance(devices, list) and devices else [devices]
-    if "devices" in values and not all(type(count) is int and 1 <= count <= MOST_WORKERS for count in counts):
-        raise RefusedFile(f"{where}: devices should be a number from 1 to {MOST_WORKERS}, or a list of them")
-    if not devices and not is_last:
-        raise RefusedFile(f"{where}: devices is missing: how many a group of this level has")
-    if len(counts) > 1 and is_last:
-        raise RefusedFile(f"{where}: the last level joins all devices: give their number, or leave devices out")
-    alpha = values["alpha"]
+    given = {"devices": 0, "card": 0, **values} if isinstance(values, dict) else {}
+    devices, alpha = given.get("devices"), given.get("alpha")
+    counts: list[Any] = devices if isinstance(devices, list) and devices else [devices]
+    right = given.keys() == {*Level._fields} and isinstance(given["name"], str) and _are_alphas(alpha)
+    right = right and is_amount(given["beta"]) and is_amount(given["card"])
+    right = right and (devices == 0 or all(map(_is_count, counts))) and sum(counts) <= MOST_WORKERS
+    for wrong, words in (
+        (not right, f"should be {LEVEL_FORM}, with times of at least 0 and up to {MOST_WORKERS} devices"),
+        (right and given["card"] and not number, "the innermost level has no card: a card joins groups below it"),
+        (right and not devices and not is_last, "devices is missing: how many a group of this level has"),
+        (len(counts) > 1 and is_last, "the last level joins all devices: give their number, or leave devices out"),
+    ):
+        if wrong:
+            raise RefusedFile(f"{where}: {words}")
     return Level(
-        clip(name),
-        tuple(devices) if isinstance(devices, list) else devices,
-        tuple((float(size), float(time)) for size, time in alpha) if isinstance(alpha, list) else float(alpha),
-        float(values["beta"]),
-        float(values.get("card", 0)),
+        clip(given["name"]),
+        tuple(counts) if isinstance(devices, list) else int(devices or 0),
+        tuple((float(size), float(time)) for size, time in alpha) if isinstance(alpha, list) else float(alpha or 0),
+        float(given["beta"]),
+        float(given["card"]),
     )
 
 
 def _host(values: Any, where: str) -> HostLink:
     """The link to the host's memory that a JSON value describes; RefusedFile if it describes none."""
-    if not isinstance(values, dict) or values.keys() - {*HostLink._fields}:
-        raise RefusedFile(f"{where} should be an object with some of {', '.join(HostLink._fields)}")
-    host = HostLink(**values)
-    if type(host.devices) is not int or not 1 <= host.devices <= MOST_WORKERS:
-        raise RefusedFile(f"{where}: devices should be a number from 1 to {MOST_WORKERS}")
-    for key in ("alpha", "beta"):
-        if not is_amount(getattr(host, key)):
-            raise RefusedFile(f"{where}: {key} should be a number of at least 0")
+    host = HostLink(**values) if isinstance(values, dict) and values.keys() <= {*HostLink._fields} else None
+    if host is None or not (_is_count(host.devices) and is_amount(host.alpha) and is_amount(host.beta)):
+        raise RefusedFile(f"{where} should be an object with some of {', '.join(HostLink._fields)}, none below 0")
     _amounts(host.memory if "memory" in values else 1, f"{where}: memory", math.inf)
     return host
 
 
+def _is_count(value: Any) -> bool:
+    """Whether a value is a number of devices."""
+    return type(value) is int and 1 <= value <= MOST_WORKERS
+
+
 def _are_alphas(value: Any) -> bool:
-    """Whether a value is a list of [bytes, time] that ascends from 0 bytes."""
+    """Whether a value is a time, or a list of [bytes, time] that ascends from 0 bytes."""
     if not isinstance(value, list) or not all(isinstance(each, list) and len(each) == 2 for each in value):
-        return False
+        return is_amount(value)
     begins = [begin for begin, _ in value]
     is_valid = all(is_amount(number) for each in value for number in each)
     return bool(value) and is_valid and begins[0] == 0 and begins == sorted({*begins})
 
 
-def _check_nested(below: Level, level: Level, name: str) -> None:
+def _check_nested(network: Network, name: str) -> None:
     """RefusedFile unless every group of a level is some groups of the level below, and one of them is several."""
-    each = below.devices
-    if isinstance(each, int):
-        ends = [*accumulate(level.devices)] if isinstance(level.devices, tuple) else [level.devices]
-        inside = all(end % each == 0 for end in ends)
-        joins = not level.devices or any(b - a > each for a, b in pairwise([0, *ends]))
-    else:
-        below_ends = [*accumulate(each)]
-        ends = below_ends[-1:]
-        if isinstance(level.devices, tuple):
-            ends = [*accumulate(level.devices)]
-        elif level.devices:
-            ends = [*range(level.devices, ends[0], level.devices), *ends]
-        inside, joins = {*ends} <= {*below_ends}, len(below_ends) > len(ends)
-    if not inside:
-        raise RefusedFile(f"{name}: the groups of level '{level.name}' divide some of level '{below.name}'")
-    if not joins:
-        raise RefusedFile(f"{name}: no message uses level '{level.name}': it joins no two groups of '{below.name}'")
+    count = network.devices or 2 * max(each.devices for each in network.levels if isinstance(each.devices, int))
+    ends = np.diff(network.groups(count), axis=1) > 0
+    for (below, level), (inner, outer) in zip(pairwise(network.levels), pairwise(ends), strict=True):
+        if (outer & ~inner).any():
+            raise RefusedFile(f"{name}: the groups of level '{level.name}' divide some of level '{below.name}'")
+        if (outer == inner).all():
+            raise RefusedFile(f"{name}: no message uses level '{level.name}': it joins no two groups of '{below.name}'")
 
 
 def _amounts(value: Any, where: str, most: float) -> float | tuple[float, ...]:

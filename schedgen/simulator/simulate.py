@@ -137,12 +137,10 @@ def simulate(program: Program, cost: Mapping[str, Amount] | None = None, machine
     machine  links and sizes, in the unit of the costs and in bytes; default: messages take no time
 
     `check` must accept the program, which is not proved here: numbers of any other, as of a deadlock, mean nothing.
-    UsageError if costs, or the machine's times or sizes, are below 0, or a host has too little memory for what is
-    offloaded to it.
+    UsageError if costs or sizes are below 0, or a host has too little memory for what is offloaded to it.
     """
     machine, header, table = machine or Machine(), program.header, program.rows
     cost = header.cost if cost is None else cost
-    machine.check_times()
     sizes = buffer_sizes(machine, header.stages, len(header.graph.edges))
     analysis = analyse(program)
     waits = analysis.waits

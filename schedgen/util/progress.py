@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -24,27 +23,13 @@ def allow(quiet: bool) -> None:
     _earliest = None if quiet or not sys.stderr.isatty() else time.monotonic() + PATIENCE
 
 
-@contextmanager
-def counted(label: str, total: int | None) -> Iterator[Callable[[int], object]]:
-    """Yields a function to call with the number of steps just done; `total` is None if it is not known."""
+def over(items: Iterable[T], label: str, total: int) -> Iterable[T]:
+    """Iterate over the `total` items, with one step of a bar for each."""
     if _earliest is None:
-        yield lambda _: None
-        return
+        return items
     from tqdm import tqdm
 
     tqdm.monitor_interval = 0  # no thread
     delay = max(0.0, _earliest - time.monotonic())
-    with tqdm(desc=label, total=total, unit="step", delay=delay, miniters=1, leave=False) as bar:
-        yield bar.update
-
-
-def over(items: Iterable[T], label: str, total: int) -> Iterable[T]:
-    """Iterate over the `total` items, with one step of a bar for each."""
-    return items if _earliest is None else _counted_items(items, label, total)
-
-
-def _counted_items(items: Iterable[T], label: str, total: int) -> Iterator[T]:
-    with counted(label, total) as done:
-        for item in items:
-            yield item
-            done(1)
+    bar: Iterable[T] = tqdm(items, desc=label, total=total, unit="step", delay=delay, miniters=1, leave=False)
+    return bar

@@ -49,4 +49,4 @@ def in_layers(layers: Layers, stages: int) -> Model:
     return text._replace(stages=split_layers(named, stages))
 
 
-compute_layers, overhead_layers, uneven, deep, quick_layers = (partial(in_layers, x) for x in LAYERED.values())
+uneven, quick_layers = (partial(in_layers, x) for x in LAYERED.values())

@@ -53,13 +53,12 @@ def rank(schedules: Sequence[str], steps: int) -> None:
 
     from mpirun.cli.options import run_options
     from mpirun.cli.run import Run
-    from mpirun.engine.first_step import run_first
 
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD
     runs = [Run(comm, run_options(comm, [name, *MODEL, "--timeout", "0"])).session.interpreter for name in schedules]
     for each in runs:
-        run_first(each, 0)
+        each.run(0)
         each.run(1)
     seconds: list[list[float]] = [[] for _ in runs]
     jobs: list[Jobs] = [{} for _ in runs]

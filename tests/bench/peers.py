@@ -13,9 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +27,6 @@ from mpirun.cli.run import Run
 from mpirun.comm.fail_together import from_rank_0
 from mpirun.data.microbatches import Microbatches, training_text
 from mpirun.data.values import to_device
-from mpirun.engine.first_step import run_first
 from mpirun.examples.gpt import Block
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
@@ -78,24 +75,14 @@ class Task:
         return Training(self.comm, module, self.optimizer(module), self.batch, self.model.loss, self.microbatches)
 
 
-SINGLE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}  # a stage a rank
-SEVERAL = {"interleaved-1f1b": "ScheduleInterleaved1F1B", "zbv": "ScheduleZBVZeroBubble"}
-
-
-def pipelining(task: Task, name: str) -> Step:
+def one_f_one_b(task: Task) -> Step:
     """torch.distributed.pipelining, which does not return outputs: that would cost a copy of each."""
     from torch.distributed.pipelining import PipelineStage, schedules
 
-    mine = list(range(task.rank, task.stages, task.ranks))
-    if name == "zbv":  # down the ranks and up again
-        mine = [task.rank, task.stages - 1 - task.rank]
-    modules = nn.ModuleList(task.stage(index) for index in mine)
-    stages = [
-        PipelineStage(module, index, task.stages, task.device) for index, module in zip(mine, modules, strict=True)
-    ]
-    make: Any = getattr(schedules, SINGLE.get(name) or SEVERAL[name])
-    schedule = make(stages[0] if name in SINGLE else stages, task.microbatches, loss_fn=task.model.loss)
-    optimizer = task.optimizer(modules)
+    module = task.stage(task.rank)
+    stage = PipelineStage(module, task.rank, task.stages, task.device)
+    schedule = schedules.Schedule1F1B(stage, task.microbatches, loss_fn=task.model.loss)
+    optimizer = task.optimizer(module)
 
     def part(step: int, which: int) -> Tensor:
         return torch.cat([task.batch(step, mb)[which] for mb in range(task.microbatches)])
@@ -103,8 +90,8 @@ def pipelining(task: Task, name: str) -> Step:
     def run(step: int) -> Sequence[Tensor]:
         losses: list[Tensor] = []
         optimizer.zero_grad()
-        data = [part(step, 0)] if stages[0].is_first else []
-        last = {"target": part(step, 1), "losses": losses} if stages[-1].is_last else {}
+        data = [part(step, 0)] if stage.is_first else []
+        last = {"target": part(step, 1), "losses": losses} if stage.is_last else {}
         schedule.step(*data, **last, return_outputs=False)
         optimizer.step()
         return [loss.detach() for loss in losses]
@@ -136,17 +123,13 @@ def ddp(task: Task) -> Step:
     return run
 
 
-def fsdp(task: Task, keep: bool) -> Step:
-    """FSDP2 by blocks; gradients are reduced with the last microbatch of a step only.
-
-    keep: weights are gathered once a step and stay, else they are freed after
-    every forward and backward, which is FSDP2's default.
-    """
+def fsdp(task: Task) -> Step:
+    """FSDP2 by blocks; gradients are reduced with the last microbatch of a step only."""
     from torch.distributed.fsdp import fully_shard
 
     module = task.whole()
     for block in [part for part in module.modules() if isinstance(part, Block)]:
-        fully_shard(block, reshard_after_forward=not keep)
+        fully_shard(block, reshard_after_forward=True)
     root = fully_shard(module, reshard_after_forward=False)  # of the root's own weights: they are needed again at once
     task.owned = sum(one.to_local().nbytes for one in module.parameters())  # type: ignore[attr-defined]
     optimizer = task.optimizer(module)
@@ -159,8 +142,6 @@ def fsdp(task: Task, keep: bool) -> Step:
         for mb in mine:
             is_last = mb == mine[-1]
             root.set_requires_gradient_sync(is_last)
-            if keep:
-                root.set_reshard_after_backward(is_last)
             data, target = task.batch(step, mb)
             loss = task.model.loss(module(data), target)
             loss.backward(share)
@@ -172,10 +153,9 @@ def fsdp(task: Task, keep: bool) -> Step:
 
 
 PEERS: dict[str, Callable[[Task], Step]] = {
-    **{name: partial(pipelining, name=name) for name in (*SINGLE, *SEVERAL)},
+    "1f1b": one_f_one_b,
     "ddp": ddp,
-    "fsdp": lambda task: fsdp(task, keep=False),
-    "fsdp-keep": lambda task: fsdp(task, keep=True),
+    "fsdp": fsdp,
     "floor": lambda task: Floor(task.training(task.stage(task.rank))).step,
     "flat": lambda task: data_parallel(task.training(task.whole())),  # on one rank, the plain loop
 }
@@ -221,7 +201,7 @@ def main() -> None:
 
     for number in range(options.steps + WARM):
         turns = {
-            "ours": lambda: (ours.run(number) if number else run_first(ours, number)).losses,
+            "ours": lambda: ours.run(number).losses,
             "theirs": lambda: theirs(number),
         }
         for side in sorted(turns, reverse=bool(number % 2)):  # the sides go first in turn

@@ -44,13 +44,6 @@ PAIRS = {
         "1f1b", "pipelining.Schedule1F1B", "1f1b", 2,
         {"compute": 0.93, "overhead": 0.75, "d48": 0.55, "d128": 0.93, "d384": 0.95},
     ),
-    "interleaved": Pair(
-        "interleaved-1f1b",
-        "pipelining.ScheduleInterleaved1F1B",
-        "interleaved-1f1b",
-        4,
-        {"compute": 0.93, "overhead": 0.75},
-    ),
     "ddp": Pair(
         "ddp", "DistributedDataParallel", "ddp", 2, {"compute": 0.90, "overhead": 0.90} | dict.fromkeys(WIDTHS, 0.95),
         best_stages=ONE_STAGE,
@@ -59,19 +52,10 @@ PAIRS = {
         "fsdp", "FSDP2", "fsdp", 4,
         {"compute": 0.55, "overhead": 0.55, "d48": 0.30, "d128": 0.40, "d384": 0.60},
     ),
-    "fsdp-lean": Pair(
-        "fsdp", "FSDP2; ours holds one foreign stage", "fsdp", 4, {"compute": 0.55, "overhead": 0.55},
-        ("--weight-slots", "1"),
-    ),
     "fsdp-shards": Pair(
         "fsdp", "FSDP2; ours has half of each of two stages a rank", "fsdp", 2, {},
         ("--shards", "2", "--weight-slots", "1"),
     ),
-    "fsdp-shards-4": Pair(
-        "fsdp", "FSDP2 on four ranks; ours has a quarter of each of two stages a rank", "fsdp", 2, {},
-        ("--shards", "4", "--weight-slots", "1"), 4,
-    ),
-    "fsdp-keep": Pair("fsdp-keep", "FSDP2 that gathers once a step", "fsdp", 4, {}),
     "floor": Pair("floor", "1F1B by hand, mpi4py", "1f1b", 2, dict.fromkeys(CASES, 1.02)),
     "flat": Pair(
         "flat", "data parallel by hand, one flat sum", "ddp", 2, {"d48": 1.02, "d128": 1.02, "d384": 0.99},

@@ -38,9 +38,6 @@ class Layers(NamedTuple):
 
 _NARROW = Case(width=128, heads=4, length=128, sequences=1, microbatches=16, steps=10)
 LAYERED = {  # the last is for quick runs
-    "compute_layers": Layers(CASES["compute"], (1,) * BLOCKS),
-    "overhead_layers": Layers(CASES["overhead"], (1,) * BLOCKS),
     "uneven": Layers(_NARROW, (1, 1, 1, 1, 1, 1, 4, 4)),
-    "deep": Layers(_NARROW, (1,) * 8),
     "quick_layers": Layers(CASES["quick"], (1,) * BLOCKS),
 }

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from reference_machine import execute
 
 from schedgen.checker import Memory, check
 from schedgen.ir.file import parse, read, write
 from schedgen.ir.program import Program
-from schedgen.ir.reference_machine import execute
 from schedgen.util.errors import RefusedFile
 
 

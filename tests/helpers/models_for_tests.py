@@ -541,7 +541,6 @@ def raises(stages: int) -> Model:
 not_a_function = 3
 returns_a_list = lambda stages: [stages]  # noqa: E731
 one_stage_more = lambda stages: mlp.tiny(stages + 1)  # noqa: E731
-loss_of_many = partial(changed, loss=partial(nnf.cross_entropy, reduction="none"))
 # mlp.tiny with another last stage: its input is half as wide as its producer's output; it returns a tuple in a tuple;
 # is no module; is built on the meta device.
 narrow = partial(with_stage, index=-1, stage=partial(nn.Linear, WIDTH // 2, 256))

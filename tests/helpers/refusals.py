@@ -27,7 +27,6 @@ MODELS = {
 STAGES = {
     "narrow": "stage 1 fails on the shapes it gets: RuntimeError: ...",
     "recurrent": "stage 1 should return a tensor or a tuple of them, not a tuple with a tuple in it",
-    "loss_of_many": "the loss should be one number, or a pair of it and a dict of metrics",
     "no_module": "stage 1 of the model cannot be built: it should be an nn.Module, not function",
     "without_values": "stage 1 of the model cannot be built: weight is on the meta device, and no weights give it ...",
 }
@@ -51,7 +50,6 @@ SLICED = {
 OPTIONS = {
     "--steps x": "argument --steps: 'x' is not a whole number of at least 0",
     "--lr 0": "argument --lr: '0' is not a positive number",
-    "--accumulate 0": "argument --accumulate: '0' is not a whole number of at least 1",
     "--momentum 0.9": "--momentum needs --optimizer sgd",
     "--every 1": "--every needs --save",
     "--keep 2": "--keep needs --save",
@@ -119,8 +117,6 @@ COMMANDS: Table = {
         f"{{1f1b}} {TESTS}contrastive": "the model's loss is of the whole minibatch...as in gpipe...",
         f"{{ddp}} {TESTS}contrastive": "the model's loss is of the whole minibatch...as in gpipe...",
         f"{{pipedream}} {MODEL} --clip 1": f"clip {WHOLE}",
-        f"{{pipedream}} {MODEL} --accumulate 2": f"accumulate {WHOLE}",
-        f"{{pipedream}} {MODEL} --on-nan skip": "on_nan skip: this schedule updates stages before all losses are kn...",
         f"{{two}} {MODEL}": "{two} is for 2 ranks, mpiexec -n 2, but this run has 4...",
     },
     (1, 2): {f"{{two}} {MODEL}": "{two} is for 2 ranks, mpiexec -n 2, but this run has 1..."},
@@ -144,43 +140,13 @@ def call(method, *arguments, after=0, **options):
             run.step((x, x))
         return getattr(run, method)(*arguments)
 
-def frozen_late():
-    net = nn.Sequential(*layers(2))
-    with engine(net, "ddp", example=(x[:4], x[:4])) as run:
-        net[1].requires_grad_(False)
-        run.step((x, x))
-
-class Mean(nn.Linear):
-    def forward(self, x):
-        return super().forward(x).mean()
-
 def of_lengths(*lengths):
     """Data whose step k has sequences of lengths[k]."""
-    return lambda step, mb, rng: (torch.ones(2, lengths[step] + (len(lengths) == 1) * mb, 4),) * 2
+    return [(torch.ones(n + (len(lengths) == 1) * k // 2, 4),) * 2 for n in lengths for k in range(4)]
 
 def some_metrics(output, target):
     return output.sum(), {"a": output.sum()} if target[0, 0] > 1 else {}
 
-class Field(nn.Linear):
-    def forward(self, x):
-        return super().forward(x.requires_grad_()), x
-
-class Scaled(nn.Linear):
-    """Its scale is read by the loss."""
-    def __init__(self):
-        super().__init__(4, 4)
-        self.scale = nn.Parameter(torch.ones(()))
-
-def scaled(of, scheme="ddp", outside=False, **options):
-    """A loss that reads a parameter of the first stage, or of none."""
-    first = Scaled()
-    scale = nn.Parameter(torch.ones(1)) if outside else first.scale
-    model = first if scheme == "ddp" else [first, *layers(1)]
-    loss = lambda y, target: mse_loss(scale * y, target)
-    step((x, x), model=model, scheme=scheme, loss=loss, loss_of=of, example=(x[:4], x[:4]), **options)
-
-def differentiating(output, target):
-    return torch.autograd.grad(output[0].sum(), output[1], create_graph=True)[0].mean()
 '''
 DIRECTORY = "give the name of a directory, not a"
 FIRST = "give Engine(example=(input, target)), one microbatch, or make a loader first"
@@ -188,22 +154,19 @@ UNSEEDED = (
     "ranks 0 and 1 give different batches: seed the loader, DataLoader(..., generator=), and what its samples draw, or "
     "use run.loader; or they were made from a module that a rank does not train"
 )
-READ = ": return it from forward, expanded over the samples, or freeze it (requires_grad_(False))"
 BATCH = "this is one batch: give a list of batches, or what loader(...) returns"
 WEIGHTS = {
     "0": "loss_weight: every microbatch of the step has weight 0, so the step has no loss",
     **{
         given: f"loss_weight returned {said}: it should be a finite number of at least 0"
-        for given, said in {"-1.0": "-1.0", "target.sum() / 0": "tensor(...inf)", "'many'": "'many'"}.items()
+        for given, said in {"-1.0": "-1.0", "target.sum() / 0": "tensor(...inf)"}.items()
     },
 }
 DIFFERENT = {  # options that ranks should agree on, and what they are given
     "seed=rank": "0 and 1",
     "canonical=rank > 0": "False and True",
     "clip=1.0 + rank": "1.0 and 2.0",
-    "on_nan=('stop', 'skip')[rank]": "'stop' and 'skip'",
     "timeout=60.0 * rank": "0.0 and 60.0",
-    "export=(None, folder / 'a')[rank]": "None and 'a folder'",
     "scheduler=(StepLR, ReduceLROnPlateau)[rank]": "...StepLR... and ...ReduceLROnPlateau...",
     "loss=(mse_loss, nn.functional.l1_loss)[rank]": "mse_loss and l1_loss",
 }
@@ -221,8 +184,6 @@ SCRIPTS: Table = {
         "engine(scheme='2f2b')": "...2f2b...",
         "engine(threads=0)": "threads 0 is not a whole number of at least 1",
         "engine(stages=3)": "the model has 1 stages, not the 3 that it is asked for",
-        "engine(export=folder.parent)": "...it is not empty: export to a new directory",
-        "engine(export=3)": f"export: {DIRECTORY} int",
         "engine(timeout=None)": "timeout None is not a number of at least 0",
         "engine(clip=-1.0)": "clip -1.0 is not a positive number",
         "engine(clip='1')": "clip '1' is not a positive number",
@@ -239,22 +200,10 @@ SCRIPTS: Table = {
             "optimizer: give a class, partial(torch.optim.SGD, lr=0.1), or a function of a list of NamedParameters, "
             "not an object of SGD"
         ),
-        "step((x, x), model=1, scheme='gpipe', lr=lambda step: math.nan)": (
-            "the learning rate of step 1 is nan, not a number"
-        ),
-        "step((x, x), model=[Field(4, 4)], scheme='gpipe', loss=differentiating)": (
-            "the loss fails on the shapes it gets: ..."
-        ),
-        "scaled('minibatch')": f"the loss reads the trained parameter 'scale'{READ}",
-        "scaled('microbatch', outside=True)": f"the loss reads the trained parameter of shape (1,){READ}",
-        "step((x, x), model=Mean(4, 4), scheme='ddp', loss_of='minibatch')": (
-            "output 0 of the model has no dimensions, and a loss of the whole minibatch takes outputs joined along ..."
-        ),
         "step((x, x), model=nn.Bilinear(4, 4, 4), scheme='ddp')": (
             "stage 0 fails on the shapes it gets: TypeError: ... missing 1 required positional argument: 'input2' ...; "
             "the second of a pair is the target: without one, give ((a, b), None)"
         ),
-        "frozen_late()": "1.weight has been frozen since the Engine was built: freeze it before, or let ...",
         **{
             f"step((x, x), model=1, scheme='gpipe', loss_weight=lambda target: {weight})": why
             for weight, why in WEIGHTS.items()
@@ -264,29 +213,13 @@ SCRIPTS: Table = {
     },
     (2, 2): {
         "engine(scheme='fslpp')": "fslpp needs workers W and groups G",
-        "engine(nn.Linear(4, 4), '1f1b')": (
-            "1f1b gives every worker at least one stage: 2 workers do not fit 1 stage: split the model into stages, "
-            'mpirun.split(model, example, stages=...), or take "ddp"'
-        ),
+        "engine(nn.Linear(4, 4), '1f1b')": ("1f1b gives every worker at least one stage: 2 workers do not fit 1 stage"),
         "step(((x, x), x), (x, x), model=nn.Bilinear(4, 4, 4), scheme='ddp')": (
             "the batch's input is nested as ..., but that of the first was ..."
         ),
         # Optimizers and losses
-        "scaled('microbatch', '1f1b')": f"the loss reads the trained parameter 'stage0.scale'{READ}",
         "step(optimizer=lambda named: SGD(layers(1)[0].parameters()))": (
             "the optimizer has other parameters than it is given: take those of the NamedParameters"
-        ),
-        "step(optimizer=lambda named: [SGD([p.parameter for p in named])] * 2)": (
-            "two of the optimizers have stage0.weight, stage0.bias"
-        ),
-        "step(lr=0.1, optimizer=lambda named: SGD([dict(params=[p.parameter], lr=1 / len(p.shape)) for p in named]))": (
-            "the optimizer's groups have the rates 0.5, 1.0, but lr sets one for all of them: leave lr out, and ..."
-        ),
-        "step(loss=lambda y, t: (mse_loss(y, t), {'shape': y}))": (
-            "the metric shape should be one number, not of shape (4, 4)"
-        ),
-        "step(loss=lambda y, t: (y.sum(), {'lr': y.sum()}))": (
-            "a metric is called lr, as another number of a step: give it another name"
         ),
         "step((x, x), scheme='pipedream', loss_weight=len)": (
             "loss_weight: this schedule updates stages one by one, by one microbatch at a time"
@@ -299,8 +232,7 @@ SCRIPTS: Table = {
             "batch (drop_last=True), or take run.loader, which pads it"
         ),
         "step((x, x), (x[:4], x[:4]))": (
-            "the microbatches of step 2 have shape (2, 4), not (4, 4) as the first: a batch of 4 samples was divided "
-            "into 2 microbatches of 2; leave out an epoch's smaller..."
+            "the microbatches of step 2 have shape (2, 4), not (4, 4) as the first: leave out an epoch's smaller..."
         ),
         "step(data=of_lengths(6), buckets=(6, 7), example=None)": (
             "the microbatches of step 1 have shapes (2, 6, 4) and (2, 7, 4): all of one step must have the same..."
@@ -320,7 +252,7 @@ SCRIPTS: Table = {
         },
         "call('loader', rows[rank:])": "ranks 0 and 1 were given different `samples of the dataset`: 8 and 7",
         "with engine(2) as run:\n    run.loader(rows, sampler=DistributedSampler(rows, 2, rank))": (
-            "ranks 0 and 1 have got different orders of epoch 0 from the sampler: it should give all ranks' ..."
+            "ranks 0 and 1 were given different `order of samples`: ..."
         ),
         # Methods
         "call('save', folder / 'x', example=None)": FIRST,
@@ -342,14 +274,10 @@ SCRIPTS: Table = {
         "call('resume', folder / 'x', rows)": "data: give what loader(...) returns, not a list",
     },
     (4, 2): {
-        "engine(2, '1f1b', microbatches=4)": (
-            "1f1b gives every worker at least one stage: 4 workers do not fit 2 stages: "
-            '"1f1b" with replicas=2 makes 2 pipelines of them'
-        ),
         "engine(2, '1f1b', microbatches=1)": "...4 workers do not fit 2 stages",
     },
     (2, 1): {
-        "step(data=lambda step, mb, rng: (torch.ones(2, 4) * rank, torch.ones(2, 4)))": (
+        "step(data=[(torch.ones(4) * rank, torch.ones(4))] * 8)": (
             "ranks 0 and 1 have got different data for microbatch 0 of step 1: data should depend on the step and ..."
         ),
         **{

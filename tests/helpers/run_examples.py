@@ -49,7 +49,7 @@ from mpirun.examples.finetune_lm import LENGTH
 with torch.device("meta"):
     net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sys.argv[1] + "/model", use_cache=False))
 cut = mpirun.split(net, {"input_ids": torch.zeros(2, LENGTH, dtype=torch.long)}, stages=4)
-cut.write_graph(sys.argv[1] + "/lm.graph")
+open(sys.argv[1] + "/lm.graph", "w").write(cut.model(loss=print).graph().text())
 """
 
 

@@ -108,9 +108,8 @@ def size(life, bytes, header):
     if life.kind in (Kind.X, Kind.G):
         return int(bytes.outputs(header)[life.column])
     if life.kind == Kind.OPT:
-        return owned_for(bytes, header, life.stage, life.piece) - part_of(
-            bytes.weight[life.stage], header, life.stage, life.piece
-        )
+        whole, few = owned_for(bytes, header, life.stage, life.piece)
+        return whole - few - part_of(bytes.weight[life.stage], header, life.stage, life.piece)
     by_kind = {
         Kind.W: bytes.weight, Kind.DW: bytes.weight,
         "partial": bytes.partial, "saved": bytes.saved, "half": bytes.half,

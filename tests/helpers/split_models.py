@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.utils._pytree as pytree
 from plain_models import LENGTH, WORDS
 from torch import Tensor, nn
 
-from mpirun import Cut, Input, Model, MpirunWarning, Value, split, split_sequential
+from mpirun import Cut, Input, Model, Value, split, split_sequential
 
 Make = Callable[
     [Tensor], tuple[Any, Any]
@@ -42,10 +41,8 @@ def _model(
     torch.manual_seed(0)
     example, _ = data(torch.zeros(SAMPLES, 2 * LENGTH, dtype=torch.long))
     args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*statistics are those", MpirunWarning)
-        where = {"points": points} if len(points) + 1 == stages else {"stages": stages}
-        cut = split(module().train(), args, kwargs, shared=shared, init=init, **where)
+    where = {"points": points} if len(points) + 1 == stages else {"stages": stages}
+    cut = split(module().train(), args, kwargs, shared=shared, init=init, **where)
     return cut.model(loss, batch, 2 * LENGTH)
 
 
@@ -141,9 +138,7 @@ def sequential(stages: int) -> Model:
 
     torch.manual_seed(0)
     layers = [nn.Linear(LENGTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, WORDS)]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*statistics are those", MpirunWarning)
-        return split_sequential(nn.Sequential(*layers), stages).model(nnf.cross_entropy, make, LENGTH)
+    return split_sequential(nn.Sequential(*layers), stages).model(nnf.cross_entropy, make, LENGTH)
 
 
 def transformer(name: str, attention: str = "sdpa") -> nn.Module:

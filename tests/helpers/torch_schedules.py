@@ -31,3 +31,14 @@ def dump(name: str, ranks: int, microbatches: int, folder: Path, form: str = "co
     path = folder / f"{name}.csv"
     schedule(name, ranks, microbatches)._dump_csv(path, format=form)
     return path
+
+
+def deferred_receives(source: Path, path: Path) -> Path:
+    """A CSV of lists like those in `source`, with every RECV directly before its job, written to `path`."""
+    lists = [line.split(",") for line in source.read_text().splitlines()]
+    for cells in lists:
+        for recv in [cell for cell in cells if "RECV_" in cell]:
+            cells.remove(recv)
+            cells.insert(cells.index(recv.replace("RECV_", "")), recv)
+    path.write_text("\n".join(",".join(cells) for cells in lists) + "\n")
+    return path

@@ -23,17 +23,6 @@ class Branch(Layers):
         return self.second(self.first(x))
 
 
-class Helped(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(flipped(self.first(x)))
-
-
-def flipped(x: Tensor) -> Tensor:
-    while bool(x.max() > 1):  # here
-        x = x / 2
-    return x
-
-
 class Item(Layers):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -46,19 +35,6 @@ class Numpy(Layers):
         x = self.first(x)
         x = torch.from_numpy(x.numpy())  # here
         return self.second(x)
-
-
-class Selected(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        rows = x[x[:, 0] > 0]  # here
-        return self.second(rows)
-
-
-class Wrong(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.cat([x, x], 1)
-        return self.first(x)  # here
 
 
 class Viewed(Layers):
@@ -109,13 +85,6 @@ class First(Layers):
         return self.second(self.first(x))
 
 
-class Last(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.second(self.first(x))
-        pipe_split()  # here
-        return x
-
-
 class Straight(torch.autograd.Function):
     """Rounds; backward as if it did not."""
 
@@ -132,23 +101,6 @@ class Rounded(Layers):
     def forward(self, x: Tensor) -> Tensor:
         x = Straight.apply(self.first(x))  # here
         return self.second(x)
-
-
-class Ungraded(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            x = self.first(x)
-            with torch.no_grad():  # here
-                y = x * 3
-            x = x + y
-        return self.second(x.float())
-
-
-class Inferred(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.inference_mode():  # here
-            y = self.first(x)
-        return self.second(x + y.clone())
 
 
 class Forces(Layers):
@@ -174,10 +126,3 @@ class Returns(Layers):
 class Nothing(Layers):
     def forward(self, x: Tensor) -> Any:  # here
         return {"number": 3}
-
-
-class Repeated(Layers):
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = self.first(x)
-        return self.second(x)

@@ -12,10 +12,10 @@ import drawn_programs
 import pytest
 from examples import examples
 from hypothesis import HealthCheck, settings
+from reference_machine import execute as run_program
 
 from schedgen.checker import RULES, Memory, check
 from schedgen.cli.main import main
-from schedgen.ir.reference_machine import execute as run_program
 from schedgen.schemes import SCHEMES
 
 # The same examples every time; a slow machine fails nothing; every example writes its files anew.

@@ -56,9 +56,8 @@ class Forward:
         reads = self.arguments.reads_input or self.score is not None
         self.read = context.microbatches.reader(i.mb, self.saves) if reads else None
         self.records = not again and header.is_first_slice(i.stage)
-        loss = self.stage.shape.loss
         self.rng, self.position = self.stage.layer_rng, context.position
-        self.draws = bool(self.rng.layers) or (self.score is not None and loss is not None and loss.draws)
+        self.draws = bool(self.rng.layers) or self.score is not None
         self.device, self.has_flush = context.device.torch, header.has_flush
         if self.score is not None:  # cached before a step: its memory does not count as kept by a forward
             loss_gradient(torch.float32, context.microbatches.source.count if self.has_flush else 1, self.device)
@@ -80,7 +79,7 @@ class Forward:
         values = self.inputs()
         batch = None if self.read is None else self.read()
         if self.draws:
-            self.rng.at = (self.context.seed, self.position.step, self.context.microbatches.number(self.mb))
+            self.rng.at = (self.context.seed, self.position.step, self.mb)
         leaves = batch.leaves if batch is not None and self.arguments.reads_input else ()
         if batch is None or self.score is None:
             outputs, _ = self.run(values, leaves, None)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mpirun.comm.sections import add, numbers
+from mpirun.comm.ordered_allreduce import add, numbers
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.core.weight_layout import Unit, shard_spans
 from schedgen.ir.header import Header

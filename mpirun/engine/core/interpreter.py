@@ -15,10 +15,9 @@ import torch
 from mpirun.engine.core.backward import Backward, WeightBackward
 from mpirun.engine.core.context import Act, Context, in_order
 from mpirun.engine.core.forward import Forward
-from mpirun.engine.core.messages import Transfers
+from mpirun.engine.core.messages import Sums, Transfers
 from mpirun.engine.core.offload import Offloads
 from mpirun.engine.core.optimizer_step import OptimizerStep, StepResult
-from mpirun.engine.core.sums import Sums
 from mpirun.watchdog import NOTHING, PHASE, ROW, STEP, TRAINING
 from schedgen.ir.instructions import Instruction, Kind, Op
 
@@ -64,7 +63,7 @@ class Interpreter:
         self.execute_list: Callable[[], None] = self.execute  # a trace replaces it
 
     def run(self, step: int) -> StepResult:
-        """Execute the list once for every accumulation pass of a step; no autograd graph may be alive."""
+        """Execute the list once, for a step; no autograd graph may be alive."""
         context = self.context
         self.position.step = self.state[STEP] = step
         self.state[PHASE] = TRAINING
@@ -73,21 +72,15 @@ class Interpreter:
         for index in context.slots.fetched:  # another interpreter, or the script, may have moved `data`
             self.stages[index].use_weights()
         context.grad_buffers.detach()
-        losses: list[float] = []
-        metrics: list[dict[str, float]] = []
-        for number in range(self.position.passes):
-            self.position.accumulation_pass = number
-            self.begin_pass()
-            self.execute_list()
-            losses += self.optimizer_step.result.losses
-            metrics += self.optimizer_step.result.metrics
+        self.begin_pass()
+        self.execute_list()
         for stage in self.stages.values():
             stage.give_back()
         self.state[ROW] = NOTHING
-        return self.optimizer_step.result._replace(losses=losses, metrics=metrics)
+        return self.optimizer_step.result
 
     def begin_pass(self) -> None:
-        """Called before every pass through the list; `engine.first_step` overrides it."""
+        """Called before every pass through the list; `engine.run_interpreter` overrides it."""
 
     def _forget_pass(self) -> None:
         """Drop what an interrupted pass has kept: the next pass may have other data."""

@@ -1,8 +1,8 @@
 """NORM and STEP, the end of a step: all ranks learn the losses and the gradient's norm, then weights are stepped.
 
 NORM waits for the sums of gradients, and tells all ranks the loss of every microbatch, the norm of every parameter's
-gradient, and whether some rank wants to leave. The metrics of the trial's names go with these numbers; in a step in
-which the loss returns others, they are gathered after them. STEP steps weights after the last accumulation pass, if all
+gradient, and whether some rank wants to leave. Metrics go with these numbers; in the first step, and where the loss
+returns others, they are gathered after them. STEP steps weights, if all
 these numbers are finite. A STEP that makes a version of the weights is in `engine.weight_versions`.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,24 +38,26 @@ class OptimizerStep:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.leave_requested: Callable[[], bool] = lambda: False  # by this rank: all ranks learn it at the next NORM
-        self.finite = True  # whether all losses and norms of the step so far are
-        facts = context.shapes[-1].loss
-        self.metric_names = () if facts is None else facts.metrics
+        self.finite = True  # whether all losses and norms of the step are
         # The rank that reports the learning rate: the first owner of the first stage with parameters.
         with_parameters = [stage for stage, shape in enumerate(context.shapes) if shape.parameter_names]
         self.rate_from = context.header.first_owner(with_parameters[0]) if with_parameters else -1
         self.result = StepResult([], 0.0, [], False, [], 0.0)
-        # What NORM exchanges; metrics are those of the trial's names, and the last number says whether others occur.
-        count = context.header.microbatches
-        self.numbers = np.dtype([
-            ("norms", "f8", (context.norms.length,)), ("losses", "f8", (count,)), ("leave", "f8"), ("rate", "f8"),
+        self.metric_names: Sequence[str] = ()  # of the first metrics
+        self.on_gradients: Callable[[dict[Unit, Tensor]], None] = lambda totals: None  # --verify records them
+
+    @property
+    def numbers(self) -> np.dtype[Any]:
+        """What NORM exchanges; the last number says whether there are metrics of other names."""
+        count = self.context.header.microbatches
+        return np.dtype([
+            ("norms", "f8", (self.context.norms.length,)), ("losses", "f8", (count,)), ("leave", "f8"), ("rate", "f8"),
             ("metrics", "f8", (count, len(self.metric_names))), ("other names", "f8"),
         ])  # fmt: skip
-        self.on_gradients: Callable[[dict[Unit, Tensor]], None] = lambda totals: None  # --verify records them
 
     def norm(self, row: int, i: Instruction) -> Act:
         """NORM: complete the gradients that this rank owns, and exchange the step's numbers with all ranks."""
-        context, position = self.context, self.context.position
+        context = self.context
         owned = context.grad_buffers.owned()
         row_sums = context.grad_buffers.claim_row_sums(owned)
         totals = {unit: buffer.total for unit, buffer in owned.items()}
@@ -76,10 +78,8 @@ class OptimizerStep:
                 context.buffers.wait_sent(total)
             for buffer in row_sums:
                 buffer.sum_rows()
-            if position.passes > 1:
-                context.optimizer.accumulate(owned, first=position.accumulation_pass == 0, last=position.in_last_pass)
             self._tell(i.group, contributors)
-            if position.in_last_pass and self.finite:
+            if self.finite:
                 self.on_gradients(totals)
 
         return act
@@ -88,8 +88,9 @@ class OptimizerStep:
         """Sum the step's numbers over all ranks; `contributors`: fill in this rank's numbers for the norms."""
         context, names, count = self.context, self.metric_names, self.context.header.microbatches
         # Each number comes from one rank, or is a whole number on all of them: the sums are exact.
-        flat = np.zeros((2, self.numbers.itemsize // 8))
-        mine, sums = flat.view(self.numbers)[:, 0]
+        numbers = self.numbers
+        flat = np.zeros((2, numbers.itemsize // 8))
+        mine, sums = flat.view(numbers)[:, 0]
         for contribute in contributors:
             contribute(mine["norms"])
         if context.losses:
@@ -110,11 +111,11 @@ class OptimizerStep:
             of_ranks = context.transport.group(group).allgather(metrics)
             metrics = {mb: of_mb for of_rank in of_ranks for mb, of_mb in of_rank.items()}
             by_mb = [metrics.get(mb, {}) for mb in range(count)]
+            self.metric_names = names or sorted({name for of_mb in by_mb for name in of_mb})
         leave, rate = bool(sums["leave"] > 0), float(sums["rate"])
         self.result = StepResult(losses, math.hypot(*norms), norms, leave, by_mb, rate)
-        begins = context.position.accumulation_pass == 0
         norms_and_losses = flat[1, : context.norms.length + count]
-        self.finite = (self.finite or begins) and bool(np.isfinite(norms_and_losses).all())
+        self.finite = bool(np.isfinite(norms_and_losses).all())
 
     def step(self, row: int, i: Instruction) -> Act:
         """STEP: step the weights of a unit that this rank owns."""
@@ -126,7 +127,7 @@ class OptimizerStep:
 
         def act() -> None:
             context.buffers.wait_sent(weights)
-            if position.in_last_pass and self.finite:
+            if self.finite:
                 if state is not None:
                     state.wait()
                 context.optimizer.step(unit, gradient, position.step, self.result.grad_norm)
@@ -135,13 +136,7 @@ class OptimizerStep:
 
     def move_state(self, row: int, i: Instruction) -> Act:
         """OFFLOAD, FREE and RELOAD of the state of an optimizer, which lives in the memory of the host."""
-        position, state = self.context.position, self.context.optimizer.on_host.get((i.stage, i.shard))
+        state = self.context.optimizer.on_host.get((i.stage, i.shard))
         if state is None:  # a unit without parameters
             return lambda: None
-        move = {Op.OFFLOAD: state.offload, Op.FREE: state.free, Op.RELOAD: state.reload}[Op(i.op)]
-
-        def act() -> None:
-            if position.in_last_pass:
-                move()
-
-        return act
+        return {Op.OFFLOAD: state.offload, Op.FREE: state.free, Op.RELOAD: state.reload}[Op(i.op)]

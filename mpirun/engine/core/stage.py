@@ -19,12 +19,11 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from mpirun.comm.device import Device
 from mpirun.engine.core.split_backward import WeightHalf, input_half, weight_half
 from mpirun.engine.core.weight_layout import pieces, sections, shard_spans
-from mpirun.model.autocast import autocast
 from mpirun.model.dataflow import TensorSpec
+from mpirun.model.loss import autocast
 from mpirun.model.meta_values import like_parameter
 from mpirun.model.rng import LayerRng
 from mpirun.model.stage_shape import StageShape, flat_layout
-from schedgen.util.errors import number_of
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
 LossFunction = Callable[[list[Tensor]], Tensor]  # from the last stage's outputs to a number
@@ -107,7 +106,6 @@ class LocalStage:
             for _, parameter in named:
                 parameter.data = torch.zeros((), dtype=parameter.dtype, device=device.torch).expand(parameter.shape)
         module.to(device.torch)
-        self.expect_writes()
         self.outside_norm: set[str] = set()  # names of parameters that are an earlier stage's, too, or not stepped
         self.layer_rng = LayerRng(module, shape.model_stage, shape.random_layers, device.seed)
 
@@ -136,10 +134,6 @@ class LocalStage:
         for parameters, name, parameter in self.given:
             parameters[name] = parameter
         self.layer_rng.at = ()
-
-    def expect_writes(self) -> None:
-        """What has been written to the script's parameters until now does not count as written by the script."""
-        self.writes = [parameter._version for parameter, _ in self.first]  # torch's counts
 
     def _copy_of_shard(self, shard: int, named: Sequence[tuple[str, nn.Parameter]]) -> Tensor:
         span = self.shard_spans[shard]
@@ -216,17 +210,9 @@ class LocalStage:
             taken = self._taken(given)
             output = self.module(*taken) if self.call is None else self.call(self.module, *taken)
             outputs = [output] if isinstance(output, Tensor) else list(output or ())
-            if len(outputs) != len(specs):
-                raise RuntimeError(
-                    f"stage {self.index} returned {number_of(len(outputs), 'tensor')}, "
-                    f"but on the first microbatch {len(specs)}"
-                )
-            for tensor, spec in zip(outputs, specs, strict=True):
-                if self.call is None and (tensor.shape != spec.shape or tensor.dtype is not spec.dtype):
-                    raise RuntimeError(
-                        f"stage {self.index} returned {tensor.dtype} of shape {tuple(tensor.shape)}, "
-                        f"but on the first microbatch {spec.dtype} of shape {spec.shape}"
-                    )
+            if self.call is None and [(x.shape, x.dtype) for x in outputs] != [(x.shape, x.dtype) for x in specs]:
+                made, first = (", ".join(f"{x.dtype} of shape {tuple(x.shape)}" for x in xs) for xs in (outputs, specs))
+                raise RuntimeError(f"stage {self.index} returned {made}, but on the first microbatch {first}")
             if self.shape.aliased_outputs or any(x.is_leaf or x._is_view() for x in outputs):  # else in new memory
                 self._keep_apart(outputs, given)
             if loss is None:

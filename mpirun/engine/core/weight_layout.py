@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpirun.comm.sections import Section
+from mpirun.comm.ordered_allreduce import Section
 from mpirun.model.stage_shape import Place
 from schedgen.ir.instructions import Instruction, Kind, Op
 from schedgen.ir.weight_shards import shard_offsets

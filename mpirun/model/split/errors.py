@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
-import linecache
 import re
 import sys
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import FrameType
-from typing import NamedTuple
+from traceback import FrameSummary
 
 import torch
 from torch import fx, nn
 
-from mpirun.model.module_tensors import check_parameters
-from schedgen.util.errors import MpirunWarning, UsageError, of_user, raised
+from schedgen.util.errors import MpirunWarning, UsageError, listed, of_user, raised
 
 NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 FRAME = re.compile(r'File "(.+)", line (\d+), in (\S+)')
 DATA_DEPENDENT = ("DataDependent", "DynamicOutputShape", "UnsupportedOperator")  # in the names of torch's exceptions
-FOREIGN = "found a fake tensor in the exported program constant"  # in the message of torch's exception
 # Patterns of places, functions and messages of failures, and what avoids these in models of libraries.
 REMEDIES = {
     "transformers.cache_utils": "a cache cannot be traced: give the example use_cache=False",
@@ -41,19 +36,11 @@ def warn_user(sentence: str) -> None:
         warnings.warn_explicit(sentence, MpirunWarning, line.filename, line.lineno or 1)
 
 
-class SourceLine(NamedTuple):
-    """A line of a Python file, and the function that it is in."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        """FILE:LINE: in FUNCTION: `text`, the file relative to the working directory if it lies there."""
-        path, here = Path(self.file), Path.cwd()
-        text = linecache.getline(self.file, self.line).strip()
-        name = path.relative_to(here) if path.is_relative_to(here) else path
-        return f"{name}:{self.line}: in {self.function}" + (f": `{text}`" if text else "")
+def said(frame: FrameSummary) -> str:
+    """FILE:LINE: in FUNCTION: `text`, the file relative to the working directory if it lies there."""
+    path, here = Path(frame.filename), Path.cwd()
+    name = path.relative_to(here) if path.is_relative_to(here) else path
+    return f"{name}:{frame.lineno}: in {frame.name}" + (f": `{frame.line}`" if frame.line else "")
 
 
 def line_of_node(node: fx.Node) -> str:
@@ -63,28 +50,23 @@ def line_of_node(node: fx.Node) -> str:
     """
     node = node.prev if node.op == "output" else node
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
-    lines = [SourceLine(file, int(line), name) for file, line, name in frames]
-    return str(_innermost(lines) or f"{node.op} {node.target}")
+    return _innermost(FrameSummary(file, int(line), name) for file, line, name in frames) or f"{node.op} {node.target}"
 
 
-def line_of_forward(module: nn.Module) -> SourceLine:
+def line_of_forward(module: nn.Module) -> str:
     """Where the forward of a module begins."""
     code = type(module).forward.__code__
-    return SourceLine(code.co_filename, code.co_firstlineno, code.co_name)
+    return said(FrameSummary(code.co_filename, code.co_firstlineno, code.co_name))
 
 
 def export_error(module: nn.Module, error: BaseException) -> UsageError:
     """The UsageError that reports a failure of torch.export, with the user's line that causes it."""
     chain = list(_chain(error))
-    lines = [
-        SourceLine(frame.filename, frame.lineno or 0, frame.name)
-        for link in reversed(chain)
-        for frame in traceback.extract_tb(link.__traceback__)
-    ]
-    where = _innermost(lines) or line_of_forward(module)
-    functions = [line.function for line in lines]
+    frames = [frame for link in reversed(chain) for frame in traceback.extract_tb(link.__traceback__)]
+    where = _innermost(frames) or line_of_forward(module)
+    functions = [frame.name for frame in frames]
     for pattern, remedy in REMEDIES.items():
-        if any(re.search(pattern, text) for text in (str(where), *functions, *map(str, chain))):
+        if any(re.search(pattern, text) for text in (where, *functions, *map(str, chain))):
             return UsageError(f"{where}: {remedy}")
     for link in chain:
         if isinstance(link, UsageError):
@@ -94,11 +76,6 @@ def export_error(module: nn.Module, error: BaseException) -> UsageError:
             "its outcome depends on data, which tracing cannot follow; compute it with tensors (torch.where), or split"
         )
         return UsageError(f"{where}: {why} a Sequential")
-    if any(FOREIGN in str(link) for link in chain):
-        return UsageError(
-            f"{where}: cannot be traced: uses a tensor that no operation of this trace makes, such as one that a "
-            "cache keeps from an earlier trace, .data, or a derivative; make it a buffer, or give a list of modules"
-        )
     return UsageError(f"{where}: cannot be traced: {raised(error)[:300]}")
 
 
@@ -108,20 +85,11 @@ def check_hooks(module: nn.Module) -> None:
         if part._backward_hooks or part._backward_pre_hooks:
             what = f"{name!r}, " if name else ""
             raise UsageError(f"{what}{type(part).__name__}: its backward hook would not be called in a stage")
-    check_parameters(module, type(module).__name__)
 
 
 def unknown_name(what: str, name: object, names: Iterable[str]) -> UsageError:
-    """The UsageError for a `name` that does not exist; it suggests similar ones among `names`."""
-    near = difflib.get_close_matches(str(name), filter(None, names), 3, 0.4)
-    return UsageError(f"{what} {name!r} does not exist" + (f"; did you mean {' or '.join(near)}?" if near else ""))
-
-
-def called_by_user(frame: FrameType | None) -> bool:
-    """Whether the user, not torch, made a call; `frame`: that of the caller, perhaps inside torch's grad modes."""
-    while frame is not None and frame.f_code.co_filename.endswith(("grad_mode.py", "_contextlib.py")):
-        frame = frame.f_back
-    return frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_USERS)
+    """The UsageError for a `name` that does not exist among `names`."""
+    return UsageError(f"{what} {name!r} does not exist, but {listed(list(filter(None, names)))}")
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -131,7 +99,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or link.__context__
 
 
-def _innermost(lines: Iterable[SourceLine]) -> SourceLine | None:
+def _innermost(frames: Iterable[FrameSummary]) -> str | None:
     """The last of the user's lines: not torch's, not ours, not in generated code."""
-    own = [line for line in lines if not line.file.startswith((*NOT_THE_USERS, "<"))]
-    return own[-1] if own else None
+    own = [frame for frame in frames if not frame.filename.startswith((*NOT_THE_USERS, "<"))]
+    return said(own[-1]) if own else None

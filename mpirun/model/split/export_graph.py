@@ -9,7 +9,6 @@ import contextlib
 import inspect
 import io
 import logging
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -23,8 +22,8 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from mpirun.model.meta_values import is_on_meta
 from mpirun.model.module_tensors import place, use_dense_gradients
-from mpirun.model.split.errors import called_by_user, check_hooks, export_error, line_of_forward, line_of_node
-from mpirun.model.split.module_io import Example, ModuleOutput
+from mpirun.model.split.errors import check_hooks, export_error, line_of_forward, line_of_node
+from mpirun.model.split.split_result import Example, ModuleOutput
 from schedgen.util.errors import UsageError
 
 LOGS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.fx.experimental.recording")
@@ -192,10 +191,6 @@ def _state(module: nn.Module, exported: fx.GraphModule, graph: fx.Graph) -> dict
 @contextlib.contextmanager
 def _refusing_untraced() -> Iterator[None]:
     """Refuse what torch.export would drop although gradients depend on it: it traces only forward operations."""
-    autocast_depth = 0
-    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
-    switch = torch.set_grad_enabled.__init__
-    infer = torch.inference_mode.__enter__
 
     def refuse(what: str) -> Callable[..., NoReturn]:
         def refused(*_: object, **__: object) -> NoReturn:
@@ -203,35 +198,10 @@ def _refusing_untraced() -> Iterator[None]:
 
         return refused
 
-    def entered(region: torch.autocast) -> Any:
-        nonlocal autocast_depth
-        autocast_depth += 1
-        return enter(region)
-
-    def left(region: torch.autocast, *error: Any) -> Any:
-        nonlocal autocast_depth
-        autocast_depth -= 1
-        return leave(region, *error)
-
-    def switched(region: torch.set_grad_enabled, mode: bool) -> None:
-        if autocast_depth and mode != torch.is_grad_enabled() and called_by_user(sys._getframe(1)):
-            refuse("no_grad under autocast")()
-        switch(region, mode)
-
-    def inferred(region: torch.inference_mode) -> None:
-        if region.mode == torch.is_grad_enabled() and called_by_user(sys._getframe(1)):
-            refuse("inference_mode, unlike no_grad,")()
-        infer(region)
-
+    function = refuse("a torch.autograd.Function, as of a reentrant checkpoint,")
     with (
-        mock.patch.object(
-            torch.autograd.Function, "apply", refuse("a torch.autograd.Function, as of a reentrant checkpoint,")
-        ),
+        mock.patch.object(torch.autograd.Function, "apply", function),
         mock.patch.object(Tensor, "register_hook", refuse("a hook on a tensor")),
-        mock.patch.object(torch.autocast, "__enter__", entered),
-        mock.patch.object(torch.autocast, "__exit__", left),
-        mock.patch.object(torch.set_grad_enabled, "__init__", switched),
-        mock.patch.object(torch.inference_mode, "__enter__", inferred),
     ):
         yield
 

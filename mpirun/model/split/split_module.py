@@ -11,7 +11,7 @@ With buckets there is a graph for each, cut at the same places, and a stage has 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from operator import getitem
 from typing import Any
@@ -20,9 +20,8 @@ from torch import Tensor, fx, nn
 
 from mpirun.model.contract import Origin
 from mpirun.model.dataflow import check_reads
-from mpirun.model.meta_values import Init, is_on_meta, meta_module, without_values
+from mpirun.model.meta_values import Init, meta_module
 from mpirun.model.module_tensors import own_tensors, temporary_buffers, tensor_aliases
-from mpirun.model.split.batch_coupling import warn_of_batch_statistics
 from mpirun.model.split.cut_points import (
     balanced_stages,
     check_changes_in_place,
@@ -31,12 +30,10 @@ from mpirun.model.split.cut_points import (
     starts_at_pipe_splits,
 )
 from mpirun.model.split.errors import warn_user
-from mpirun.model.split.export_graph import ExportedGraph, export_graph
-from mpirun.model.split.module_io import Call, bucket_sizes, of_bucket
+from mpirun.model.split.export_graph import export_graph
 from mpirun.model.split.node_dependencies import Dependencies
-from mpirun.model.split.split_result import Cut
-from mpirun.model.split.stage_modules import BucketStage, StageBuilder
-from mpirun.model.split.train_eval import compare_with_eval, keep_eval_mode
+from mpirun.model.split.split_result import Call, Cut, bucket_sizes, of_bucket
+from mpirun.model.split.stage_modules import BucketStage, StageBuilder, keep_eval_mode
 from schedgen.util.errors import UsageError
 
 SHARED = ("transmit", "replicate")
@@ -71,7 +68,6 @@ def split(
     meta = meta_module(module, init)
     sizes = bucket_sizes(buckets)
     calls = [of_bucket((args, kwargs), size) for size in sizes] or [(args, kwargs)]
-    check_eval = _eval_check(module, calls)
     try:
         traces = [_trace(module, *call) for call in calls]
     except UsageError as error:
@@ -81,7 +77,6 @@ def split(
         found = [node.name for of_trace in starts[:1] for node in of_trace]
         starts.append(_starts(dependencies, module, stages, points, found))
         check_changes_in_place(dependencies, starts[-1])
-    warn_of_batch_statistics(module)
     aliases, in_eval_mode = tensor_aliases(module), not any(part.training for part in module.modules())
 
     def cut_at(starts: Sequence[Sequence[fx.Node]]) -> Cut:
@@ -96,7 +91,7 @@ def split(
         if in_eval_mode:
             keep_eval_mode(cut.stages)
         unused = _unused(module, cut.stages, aliases)
-        origin = Origin(named=True, aliases=aliases, check_eval=check_eval, unused=unused)
+        origin = Origin(named=True, aliases=aliases, unused=unused)
         return cut._replace(meta=meta, join=join, origin=origin)
 
     def join(numbers: Sequence[int]) -> Cut:
@@ -151,28 +146,6 @@ def _call(example: Any, example_kwargs: Mapping[str, Any] | None) -> Call:
     if example_kwargs:
         raise UsageError("an example that is a mapping gives the kwargs, and so do example_kwargs: give one of them")
     return (), dict(example)
-
-
-def _eval_check(module: nn.Module, calls: Iterable[Call]) -> Callable[[], None]:
-    """A function for `Origin.check_eval`: it compares eval mode with the mode that the module is in now."""
-    module = without_values(module) if is_on_meta(module) else module  # a run gives values to the stages it builds
-    traced = [(part, part.training) for part in module.modules()]
-
-    def exported(call: Call, modes: Sequence[tuple[nn.Module, bool]]) -> ExportedGraph:
-        before = [(part, part.training) for part in module.modules()]
-        try:
-            for part, mode in modes:
-                part.training = mode
-            return export_graph(module, *call)
-        finally:
-            for part, mode in before:
-                part.training = mode
-
-    def check() -> None:
-        for call in calls if any(mode for _, mode in traced) else ():
-            compare_with_eval(exported(call, traced), exported(call, [(part, False) for part, _ in traced]))
-
-    return check
 
 
 def _check_options(module: object, shared: object) -> None:

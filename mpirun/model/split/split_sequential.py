@@ -12,9 +12,8 @@ from mpirun.model.contract import Layers, Origin
 from mpirun.model.dataflow import Input, Value
 from mpirun.model.meta_values import Init, meta_module
 from mpirun.model.module_tensors import shared_parameters, tensor_aliases
-from mpirun.model.split.batch_coupling import warn_of_batch_statistics
+from mpirun.model.split.cut_points import even_starts
 from mpirun.model.split.errors import check_hooks, line_of_forward, unknown_name, warn_user
-from mpirun.model.split.linear_partition import even_starts
 from mpirun.model.split.split_result import Cut
 from schedgen.util.errors import UsageError
 
@@ -49,7 +48,6 @@ def split_sequential(
     parts: list[nn.Module] = [nn.Sequential(OrderedDict((name, module._modules[name]) for name in run)) for run in runs]
     for part in parts:
         part.training = module.training
-    warn_of_batch_statistics(module)
     return Cut(
         parts,
         [[Input(0) if stage == 0 else Value(stage - 1, 0)] for stage in range(len(parts))],

@@ -13,7 +13,7 @@ from schedgen.compiler.options import Options
 from schedgen.ir.cost import REDO, by_stage
 from schedgen.ir.instructions import B, F, Op, W
 from schedgen.ir.program import Program
-from schedgen.planner.order_search.placed_problem import as_placement
+from schedgen.planner.order_search.problem import as_placement
 from schedgen.planner.order_search.question import Question
 from schedgen.planner.order_search.ways import Way, Ways
 from schedgen.planner.stage_costs import cost_ratios
@@ -83,15 +83,22 @@ class Judgement(NamedTuple):
 
     run: Simulation
     value: float  # of the objective
-    fits: bool  # it keeps to the limits
+    over: float  # by how much it exceeds the limit, in saved forwards or bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether it keeps to the limits."""
+        return self.over == 0
 
 
 def judge(question: Question, program: Program) -> Judgement:
     """Simulate a schedule of the question's jobs, and compare its memory with the limits."""
-    run, limits = simulate(program, question.cost, question.machine), question.limits
-    fits = limits.bytes is None or bool(run.footprint.peak.max() <= limits.bytes)
-    fits = fits and (limits.saved is None or bool(analyse(program).memory.saved.max() <= limits.saved))
-    return Judgement(run, measured(run, limits.objective == "window"), fits)
+    run, limits, over = simulate(program, question.cost, question.machine), question.limits, 0.0
+    if limits.bytes is not None:
+        over = float(run.footprint.peak.max() - limits.bytes)
+    elif limits.saved is not None:
+        over = float(analyse(program).memory.saved.max() - limits.saved)
+    return Judgement(run, measured(run, limits.objective == "window"), max(0.0, over))
 
 
 def measured(run: Simulation, own_window: bool) -> float:

@@ -1,20 +1,28 @@
-"""`heuristic_orders`: the best orders of a problem, by random rules and then annealing; W jobs are also placed anew."""
+"""`heuristic_orders`: the best orders of a problem, by random rules and then simulated annealing.
+
+The W jobs of every order that is kept are also placed anew.
+
+Annealing moves a job to another place of its worker's sequence. Most moves are of jobs on the critical path of the
+worker with the longest window, since others cannot shorten it. Orders are compared by the longest window plus the mean
+of all windows: of two orders with the same longest window, the one with the smaller mean is nearer to a shorter one.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from schedgen.planner.order_search.annealing import HOT, anneal
-from schedgen.planner.order_search.budget import FEWEST_MOVES, LEAST_MOVES, RULE_JOBS, RULES
 from schedgen.planner.order_search.late_weights import with_late_weights
 from schedgen.planner.order_search.priority_rules import find_rules
 from schedgen.planner.order_search.problem import OrderProblem, fits, serial_order
-from schedgen.planner.order_search.question import reached
-from schedgen.planner.order_search.run_order import new_run, run_and_judge
+from schedgen.planner.order_search.question import FEWEST_MOVES, LEAST_MOVES, RULE_JOBS, RULES, reached
+from schedgen.planner.order_search.run_order import Run, new_run, run_and_judge, run_order
 from schedgen.util.arrays import Numbers
-from schedgen.util.progress import counted
+from schedgen.util.jit import kernel
 
 BEST = 4  # orders that are returned
+CRITICAL = 90  # percent of moves that begin on the critical path
+REACH = 8  # places that a job moves at the most
+HOT = (0.03, 0.3, 2.0)  # temperatures at the first move, in mean durations of a job
 
 
 def heuristic_orders(
@@ -33,25 +41,21 @@ def heuristic_orders(
     anneals = budget // search.jobs >= LEAST_MOVES
     rounds = budget // ((4 if anneals else 1) * RULE_JOBS * search.jobs)
     rounds = max(RULES[0], min(RULES[1], rounds))
-    with counted("search", None) as done:
-        for order in find_rules(problem, rounds, turn, search.run):
-            search.add(order)
-        search.left -= rounds * RULE_JOBS * search.jobs
-        if not search.found:  # as where routes cross: each worker waits for the memory of another
-            search.add(serial_order(problem))
-        if not search.found:
-            return [], budget - search.left
-        first = [order for _, _, order in search.found[:3]] if anneals else []
-        seed = 1000 * turn
-        for order in first:
-            for hot in HOT:
-                if not search.is_done:
-                    search.anneal(order, hot, 0.06, seed := seed + 1)
-                    done(1)
-        for share in (0.3, 0.4, 0.5, 1.0) if anneals else ():
+    for order in find_rules(problem, rounds, turn, search.run):
+        search.add(order)
+    search.left -= rounds * RULE_JOBS * search.jobs
+    if not search.found:  # as where routes cross: each worker waits for the memory of another
+        search.add(serial_order(problem))
+    if not search.found:
+        return [], budget - search.left
+    seed = 1000 * turn
+    for order in [order for _, _, order in search.found[:3]] if anneals else []:
+        for hot in HOT:
             if not search.is_done:
-                search.anneal(search.found[0][2], HOT[seed % 3], share, seed := seed + 1)
-                done(1)
+                search.anneal(order, hot, 0.06, seed := seed + 1)
+    for share in (0.3, 0.4, 0.5, 1.0) if anneals else ():
+        if not search.is_done:
+            search.anneal(search.found[0][2], HOT[seed % 3], share, seed := seed + 1)
     return search.best(), budget - search.left
 
 
@@ -96,3 +100,108 @@ class _Search:
     def is_done(self) -> bool:
         """Whether the bound is reached."""
         return any(reached(window, self.bound) for _, window, _ in self.found)
+
+
+@kernel
+def anneal(
+    problem: OrderProblem, order: Numbers, seed: int, moves: int, hot: float, cold: float, floor: float,
+    run: Run, trial: Run,
+) -> tuple[float, Numbers, int]:  # fmt: skip
+    """Anneal `order` in place; return (longest window, order, moves judged) of the best order on the way.
+
+    hot, cold   temperatures at the first and the last move, in the unit of the costs
+    floor       a lower bound: the search ends when it is reached
+    run, trial  working arrays
+    """
+    row, takes, worker = problem.row, problem.takes, problem.worker
+    jobs, capacity = len(worker), problem.capacity * (1 + 1e-12)
+    state = 1 + seed % 2147483646
+    least = run_order(problem, order, np.inf, run)
+    cost = least + run.window.mean()
+    best, best_cost = order.copy(), cost
+    place_of, path = np.zeros(jobs, np.int64), np.zeros(jobs, np.int64)
+    length, judged, known = 0, 0, False
+    for move in range(moves):
+        if least <= floor * (1 + 1e-9):
+            break
+        state = state * 48271 % 2147483647  # Park and Miller 1988, revised
+        draw = state
+        state = state * 48271 % 2147483647
+        if draw % 100 < CRITICAL:
+            if not known:
+                for place in range(jobs):
+                    place_of[run.job[place]] = place
+                length, known = critical_path(problem, run, place_of, path), True
+            place = path[state % length]
+        else:
+            place = state % jobs
+        w = worker[run.job[place]]
+        state = state * 48271 % 2147483647
+        distance = state // 16 % REACH + 1
+        earlier = draw // 128 % 10 < 7
+        target = max(row[w], place - distance) if earlier else min(row[w + 1] - 1, place + distance)
+        if target == place:
+            continue
+        shift(order, place, target)
+        low, high = min(place, target), max(place, target)
+        held, fits = 0.0, True
+        for k in range(row[w], high + 1):
+            taken = takes[order[k]]
+            held += taken
+            if k >= low and taken > 0 and held > capacity[w]:
+                fits = False
+                break
+        accepted = False
+        if fits:
+            judged += 1
+            state = state * 48271 % 2147483647
+            temperature = hot * (cold / hot) ** (move / moves)
+            threshold = cost - temperature * np.log(state / 2147483647)
+            value = run_order(problem, order, threshold, trial)
+            if value < np.inf and value + trial.window.mean() <= threshold:
+                accepted, known = True, False
+                run, trial = trial, run
+                cost = value + run.window.mean()
+                if value < least * (1 - 1e-12) or (value <= least and cost < best_cost):
+                    least, best_cost = value, cost
+                    for k in range(jobs):
+                        best[k] = order[k]
+        if not accepted:
+            shift(order, target, place)
+    return least, best, judged
+
+
+@kernel
+def shift(order: Numbers, place: int, target: int) -> None:
+    """Move the element at one place to another; those between move by one."""
+    moved = order[place]
+    if target < place:
+        for k in range(place, target, -1):
+            order[k] = order[k - 1]
+    else:
+        for k in range(place, target):
+            order[k] = order[k + 1]
+    order[target] = moved
+
+
+@kernel
+def critical_path(problem: OrderProblem, run: Run, place_of: Numbers, path: Numbers) -> int:
+    """Write the places of the jobs that lead to the end of the longest window into `path`; return their number."""
+    row, worker, length, start = problem.row, problem.worker, problem.length, run.start
+    batches, before_first, before, hop = problem.microbatches, problem.before_first, problem.before, problem.before_hop
+    place, count = row[np.argmax(run.window) + 1] - 1, 0
+    while place >= 0:
+        path[count] = place
+        count += 1
+        job = run.job[place]
+        w, slack = worker[job], 1e-9 * (start[job] + length[job])
+        if place > row[w] and start[run.job[place - 1]] + length[run.job[place - 1]] >= start[job] - slack:
+            place -= 1
+            continue
+        node, place = job // batches, -1
+        for k in range(before_first[node], before_first[node + 1]):
+            other = before[k] * batches + job - node * batches
+            arrival = start[other] + length[other] + (0.0 if worker[other] == w else hop[k])
+            if arrival >= start[job] - slack:
+                place = place_of[other]
+    return count

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from schedgen.compiler.job_waits import may_start
 from schedgen.ir.instructions import B, W
-from schedgen.planner.order_search.problem import OrderProblem
-from schedgen.planner.order_search.run_order import Run, begin_run, end_job, new_run
+from schedgen.planner.order_search.problem import OrderProblem, class_nodes
+from schedgen.planner.order_search.run_order import Run, begin_run, new_run
 from schedgen.util.arrays import Numbers, Times
 from schedgen.util.jit import kernel
 
@@ -23,47 +24,40 @@ TARGETS = 9  # target windows, evenly spaced from the bound to the order's own
 def with_late_weights(problem: OrderProblem, order: Numbers, bound: float, value: float) -> list[Numbers]:
     """Orders for target windows from a lower bound to the order's own `value`; none if backwards are whole or the order
     cannot run."""
-    node, mb = np.divmod(problem.class_jobs[problem.class_first[:-1]], problem.microbatches)
-    direction, routes = node // problem.stages, problem.route.max() + 1
+    direction = class_nodes(problem) // problem.stages
     if not (direction == W).any() or not np.isfinite(value):
         return []
-    workers = np.repeat(np.arange(len(problem.row) - 1), np.diff(problem.worker_class))
-    key = (workers * 3 * problem.stages + node) * routes + problem.route[mb]  # classes are sorted by it
-    weight = np.where(direction == B, np.searchsorted(key, key + problem.stages * routes), -1)
     kept = direction[order] != W
     row = np.concatenate([[0], np.cumsum(kept)])[problem.row]
     busy = np.bincount(problem.worker, problem.length, len(row) - 1)
-    run, orders = new_run(problem), []
+    run, orders, place = new_run(problem), [], place_weights.sized(len(order))
     for target in np.linspace(bound, value, TARGETS):
-        late, queue = np.zeros_like(order), np.zeros_like(order)
-        place = place_weights.sized(len(order))
-        if place(problem, order[kept], row, weight, target - busy, np.zeros((3, len(busy)), np.int64), queue,
-                 np.zeros(len(busy)), run, late):  # fmt: skip
+        late = np.zeros_like(order)
+        if place(problem, order[kept], row, target - busy, run, late):
             orders.append(late)
     return orders
 
 
 @kernel
-def place_weights(
-    problem: OrderProblem, order: Numbers, row: Numbers, weight: Numbers, slack: Times, at: Numbers, queue: Numbers,
-    held: Times, run: Run, late: Numbers,
-) -> bool:  # fmt: skip
+def place_weights(problem: OrderProblem, order: Numbers, row: Numbers, slack: Times, run: Run, late: Numbers) -> bool:
     """Write an order with all W into `late`; return False if it cannot be completed.
 
-    order, row      F and I of all workers, as classes; worker w's are order[row[w] : row[w + 1]]
-    weight          by class of I: the class of its W
-    slack           by worker: how long it may idle in all
-    at, queue, held  zeros, working arrays: (3, workers), by place, by worker
+    order, row  F and I of all workers, as classes; worker w's are order[row[w] : row[w + 1]]
+    slack       by worker: how long it may idle in all; changed
     """
-    capacity, workers = problem.capacity * (1 + 1e-12), len(row) - 1
-    class_jobs, class_first, takes, length = problem.class_jobs, problem.class_first, problem.takes, problem.length
-    batches, first, after, hop, worker = problem.microbatches, problem.first, problem.after, problem.hop, problem.worker
-    ready, waits, stack, stacked = run.ready, run.waits, run.stack, run.stacked
-    clock, end = run.clock, run.at  # `end`: the next place in `late`
-    place, oldest, last = at[0], at[1], at[2]  # the next of F and I; the W jobs that wait in the queue
+    capacity, batches, worker, length = (
+        problem.capacity * (1 + 1e-12),
+        problem.microbatches,
+        problem.worker,
+        problem.length,
+    )
+    first, after, hop, takes = problem.first, problem.after, problem.hop, problem.takes
+    class_jobs, class_first, worker_class = problem.class_jobs, problem.class_first, problem.worker_class
+    ready, waits, count, clock, stack, stacked = run.ready, run.waits, run.begun, run.clock, run.stack, run.stacked
+    end = run.at  # the next place in `late`
+    place, queue, held = row.copy(), np.zeros_like(late), np.zeros(len(capacity))  # `place`: the next of F and I
+    oldest, last = problem.row.copy(), problem.row.copy()  # the W jobs that wait in the queue
     top, placed = begin_run(problem, run), 0
-    for w in range(workers):
-        place[w], oldest[w], last[w] = row[w], problem.row[w], problem.row[w]
     while top:
         top -= 1
         w = stack[top]
@@ -72,18 +66,18 @@ def place_weights(
             c, job = -1, -1
             if place[w] < row[w + 1]:
                 c = order[place[w]]
-                job = class_jobs[class_first[c] + run.begun[c]]
+                job = class_jobs[class_first[c] + count[c]]
                 if waits[job] > 0:
                     break
             elif oldest[w] == last[w]:
                 break
             if oldest[w] < last[w]:
                 v = queue[oldest[w]]
+                weight = class_jobs[class_first[v] + count[v]]
                 wait = ready[job] - clock[w] if c >= 0 else np.inf
                 is_full = c >= 0 and takes[c] > 0 and held[w] + takes[c] > capacity[w]
-                time = length[class_jobs[class_first[v] + run.begun[v]]]
-                if is_full or (wait > 0 and (wait >= time * (1 - 1e-9) or wait > slack[w])):
-                    c, job = v, class_jobs[class_first[v] + run.begun[v]]
+                if is_full or (wait > 0 and (wait >= length[weight] * (1 - 1e-9) or wait > slack[w])):
+                    c, job = v, weight
                     oldest[w] += 1
             if takes[c] > 0 and held[w] + takes[c] > capacity[w]:
                 return False
@@ -95,11 +89,18 @@ def place_weights(
             late[end[w]] = c
             end[w] += 1
             placed += 1
-            run.begun[c] += 1
-            if job // batches < 2 * problem.stages:
+            count[c] += 1
+            node = job // batches
+            if node < 2 * problem.stages:
                 place[w] += 1
-            if weight[c] >= 0:
-                queue[last[w]] = weight[c]
+            if node // problem.stages == B:  # a worker has as many classes of W, in the same order
+                queue[last[w]] = c + (worker_class[w + 1] - worker_class[w]) // 3
                 last[w] += 1
-            top = end_job(job, w, clock[w], batches, first, after, hop, worker, ready, waits, stack, stacked, top)
+            for k in range(first[node], first[node + 1]):
+                waiting = after[k] * batches + job - node * batches
+                u = worker[waiting]
+                arrival = clock[w] if u == w else clock[w] + hop[k]
+                if may_start(waiting, arrival, ready, waits) and u != w and not stacked[u]:
+                    stack[top], stacked[u] = u, True
+                    top += 1
     return placed == len(late)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from schedgen.compiler.job_waits import may_start
 from schedgen.ir.instructions import F
 from schedgen.planner.order_search.problem import OrderProblem, class_nodes
-from schedgen.planner.order_search.run_order import Run, begin_run, end_job
+from schedgen.planner.order_search.run_order import Run, begin_run
 from schedgen.util.arrays import Numbers, Times
 from schedgen.util.jit import kernel
 
@@ -69,8 +70,15 @@ def list_schedule(
         held[v] += takes[c]
         clock[v] = begin[v] + length[job]
         turned[v] |= job // batches >= problem.stages
-        stack[0], stacked[v] = v, True
-        top = end_job(job, v, clock[v], batches, first, after, hop, worker, ready, waits, stack, stacked, 1)
+        stack[0], stacked[v], top = v, True, 1
+        node = job // batches
+        for k in range(first[node], first[node + 1]):
+            waiting = after[k] * batches + job - node * batches
+            u = worker[waiting]
+            arrival = clock[v] if u == v else clock[v] + hop[k]
+            if may_start(waiting, arrival, ready, waits) and not stacked[u]:
+                stack[top], stacked[u] = u, True
+                top += 1
     longest = 0.0
     for w in range(workers):
         if row[w] < row[w + 1]:

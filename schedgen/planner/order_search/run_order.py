@@ -1,7 +1,4 @@
-"""Start times of an order's jobs, each as early as possible: the kernel that evaluates all candidates of the search.
-
-`end_job`, what follows from the end of a job, is also for the kernels that make orders.
-"""
+"""Start times of an order's jobs, each as early as possible: the kernel that evaluates all candidates of the search."""
 
 from __future__ import annotations
 
@@ -65,28 +62,6 @@ def begin_run(problem: OrderProblem, run: Run) -> int:
 
 
 @kernel
-def end_job(
-    job: int, w: int, time: float, batches: int, first: Numbers, after: Numbers, hop: Times, worker: Numbers,
-    ready: Times, waits: Numbers, stack: Numbers, stacked: Flags, top: int,
-) -> int:  # fmt: skip
-    """Let the jobs that wait for a job of worker w know that it ends at `time`.
-
-    Other workers whose next job may now be able to start go on the stack, which has `top`; return its new size. The
-    rest are arrays of OrderProblem and Run: with these a call takes far less time than with the NamedTuples.
-    """
-    node = job // batches
-    for k in range(first[node], first[node + 1]):
-        waiting = after[k] * batches + job - node * batches
-        v = worker[waiting]
-        arrival = time if v == w else time + hop[k]
-        if may_start(waiting, arrival, ready, waits) and v != w and not stacked[v]:
-            stack[top] = v
-            stacked[v] = True
-            top += 1
-    return top
-
-
-@kernel
 def run_order(problem: OrderProblem, order: Numbers, limit: float, run: Run) -> float:
     """Run an order and return its longest window; infinity if that is above `limit`, or if the jobs deadlock."""
     batches, worker, length = problem.microbatches, problem.worker, problem.length
@@ -112,7 +87,7 @@ def run_order(problem: OrderProblem, order: Numbers, limit: float, run: Run) -> 
             time += length[job]
             place += 1
             done += 1
-            node = job // batches  # the loop of `end_job`: a call of it would make this kernel take twice as long
+            node = job // batches
             for k in range(first[node], first[node + 1]):
                 waiting = after[k] * batches + job - node * batches
                 v = worker[waiting]

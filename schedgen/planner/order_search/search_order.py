@@ -1,6 +1,6 @@
 """`search_order`: the order that ends first, for given placement, costs, messages and memory, and a bound.
 
-begin   the orders of built-in schemes with this placement
+begin   the orders of built-in schemes with this placement and, under a limit of forwards, of steady states
 find    better ones, by list scheduling and by annealing
 prove   OR-Tools' CP-SAT, if the problem is small; it often finds a better order on its way
 judge   the simulator has the last word: on time and, if the limit is in bytes, on memory
@@ -22,17 +22,36 @@ from schedgen.ir.instructions import B, F
 from schedgen.ir.program import Program
 from schedgen.ir.weight_versions import FLUSH
 from schedgen.planner.order_search import cp_sat
-from schedgen.planner.order_search.budget import BUDGET, BYTES_SHARES, PROVED_SECONDS, SMALL_SHARES, STEADY_SHARE
-from schedgen.planner.order_search.compiled_orders import compile_order, compile_own, judge, numbers_of
+from schedgen.planner.order_search.compiled_orders import Judgement, compile_order, compile_own, judge, numbers_of
 from schedgen.planner.order_search.heuristic_orders import heuristic_orders
-from schedgen.planner.order_search.placed_problem import least_time, lenient, lower_bound, placed_jobs, problem_of
-from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of, places, serial_order
-from schedgen.planner.order_search.question import FoundOrder, NoOrder, Question, reached
+from schedgen.planner.order_search.problem import (
+    OrderProblem,
+    fits,
+    least_time,
+    lenient,
+    lower_bound,
+    most_held,
+    order_of,
+    placed_jobs,
+    places,
+    problem_of,
+    serial_order,
+)
+from schedgen.planner.order_search.question import (
+    BUDGET,
+    BYTES_SHARES,
+    PROVED_SECONDS,
+    SMALL_SHARES,
+    STEADY_SHARE,
+    FoundOrder,
+    NoOrder,
+    Question,
+    reached,
+)
 from schedgen.planner.order_search.run_order import new_run, run_order
 from schedgen.planner.order_search.steady_states import steady_orders
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Scheme
-from schedgen.simulator.simulate import Simulation
 from schedgen.util.arrays import Numbers, Times
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
@@ -89,7 +108,7 @@ def _search(question: Question, cost: Mapping[str, Amount], budget: float) -> Fo
         for k, share in enumerate(shares):
             rounds.search(bound, int(share * budget * 10**6), k)
             best = rounds.best()
-            is_done = best is not None and reached(best.value, bound)
+            is_done = best is not None and reached(best.judged.value, bound)
             if small and k == len(shares) - 2 and best is not None and not is_done:
                 bound = max(bound, rounds.prove(bounded, best, bound, PROVED_SECONDS * budget / BUDGET))
         if rounds.best() is None:
@@ -97,7 +116,8 @@ def _search(question: Question, cost: Mapping[str, Amount], budget: float) -> Fo
         best = rounds.best()
     if best is None:
         raise NoOrder("the search found no order within the memory limit: raise the limit or --budget")
-    return FoundOrder(best.run.program, best.value, min(bound, best.value), rounds.work / 10**6, best.source)
+    value = best.judged.value
+    return FoundOrder(best.judged.run.program, value, min(bound, value), rounds.work / 10**6, best.source)
 
 
 def same_placement(question: Question, placed: PlacedScheme) -> Iterator[Scheme]:
@@ -123,9 +143,7 @@ class _Tried(NamedTuple):
     source: str
     built_in: bool  # the order is of a built-in scheme, or the serial one
     order: Numbers
-    run: Simulation
-    value: float
-    fits: bool  # it keeps to a limit in bytes
+    judged: Judgement
 
 
 class _Rounds:
@@ -157,7 +175,7 @@ class _Rounds:
         """Search for orders with this much work; each turn draws different random numbers."""
         problem = self._within()
         best = self.best()
-        if best is not None and reached(best.value, bound):
+        if best is not None and reached(best.judged.value, bound):
             return
         begin = [tried.order for tried in self.tried if fits(problem, tried.order)]
         orders, used = heuristic_orders(problem, begin, bound, work, turn)
@@ -170,7 +188,7 @@ class _Rounds:
     def prove(self, problem: OrderProblem, best: _Tried, bound: float, seconds: float) -> float:
         """A lower bound by CP-SAT on a problem that takes no more memory, or 0; the order that it finds is added."""
         if self.limits.bytes is not None:  # besides saved forwards, any order holds what workers own
-            owned = self.tried[0].run.footprint.owned.astype(np.float64)
+            owned = self.tried[0].judged.run.footprint.owned.astype(np.float64)
             problem = problem._replace(capacity=self.limits.bytes - owned)
         run = new_run(problem)
         value = run_order.sized(0)(problem, best.order, np.inf, run)
@@ -183,14 +201,14 @@ class _Rounds:
 
     def best(self) -> _Tried | None:
         """The fastest order that keeps to the limits."""
-        return min((tried for tried in self.tried if tried.fits), key=lambda tried: tried.value, default=None)
+        return min((each for each in self.tried if each.judged.fits), key=lambda each: each.judged.value, default=None)
 
     def _add(self, order: Numbers, built_in: bool = False) -> None:
         n = places(self.problem, order).reshape(-1, self.problem.stages, self.problem.microbatches)
         self._judge("search", built_in, order, compile_order(self.question, n))
 
     def _judge(self, source: str, built_in: bool, order: Numbers, program: Program) -> None:
-        self.tried.append(_Tried(source, built_in, order, *judge(self.question, program)))
+        self.tried.append(_Tried(source, built_in, order, judge(self.question, program)))
 
     def _within(self) -> OrderProblem:
         """The problem with the capacity that a limit in bytes leaves for saved forwards.
@@ -201,11 +219,13 @@ class _Rounds:
         """
         if self.limits.bytes is None:
             return self.problem
-        rests = [(tried, tried.run.footprint.peak - most_held(self.problem, tried.order)) for tried in self.tried]
+        rests = [
+            (tried, tried.judged.run.footprint.peak - most_held(self.problem, tried.order)) for tried in self.tried
+        ]
         nothing = np.zeros(len(self.problem.row) - 1)
-        built_in = [rest for tried, rest in rests if tried.built_in]
+        built_in = [rest for each, rest in rests if each.built_in]
         leanest: Times = min(built_in, key=lambda rest: float(rest.max()), default=nothing)
-        most: Times = np.max([leanest, *(rest for tried, rest in rests if not tried.built_in)], axis=0)
+        most: Times = np.max([leanest, *(rest for each, rest in rests if not each.built_in)], axis=0)
         best = self.best()
         held = nothing if best is None else most_held(self.problem, best.order)
         return self.problem._replace(capacity=np.maximum(self.limits.bytes - most, held))

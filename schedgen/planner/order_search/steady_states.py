@@ -18,38 +18,34 @@ import numpy as np
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import B, F, W
 from schedgen.ir.stage_graph import chain
-from schedgen.planner.order_search.budget import BLOCK_JOBS
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of
+from schedgen.planner.order_search.question import BLOCK_JOBS
 from schedgen.planner.order_search.run_order import new_run, run_and_judge, run_order
-from schedgen.schemes.building_block import PERIOD, by_job, by_worker, half, repeated, squeeze, squeezed_starts, third
+from schedgen.schemes.building_block import PERIOD, by_job, by_worker, repeated, squeeze
+from schedgen.schemes.looped import vee
 from schedgen.util.arrays import Numbers
 
-KEPT = 3  # best blocks, besides V-Half's and V-Min's
+KEPT = 3  # best orders
 Job = tuple[int, int, int]  # direction, stage, microbatch
 
 
 def steady_orders(problem: OrderProblem, placed: PlacedScheme, limit: int, work: int) -> list[Numbers]:
-    """Orders with up to `limit` saved forwards a worker: of V-Half's block, of V-Min's, and of the best of all others
-    that can be tried with `work` job start times. An empty list if backwards are whole, the placement is not a V, or a
-    stage does not read the one before; stages may also read others."""
+    """The best orders with up to `limit` saved forwards a worker, of all blocks that can be tried with `work` job start
+    times: none unless backwards are split, and the stages are a V in which each reads the one before."""
     directions, stages, batches = placed.compute.shape
-    way_down = np.minimum(np.arange(stages), np.arange(stages)[::-1])
-    p = placed.workers
-    if not {*chain(stages)} <= {*placed.graph.edges}:
+    is_chain = {*chain(stages)} <= {*placed.graph.edges}
+    is_vee = stages == 2 * placed.workers and (placed.compute == vee(np.arange(stages), stages)[:, None]).all()
+    tries = work // (BLOCK_JOBS * len(problem.worker))
+    if directions < 3 or not (is_chain and is_vee and tries):
         return []
-    if directions != 3 or stages != 2 * p or (placed.compute != way_down[:, None]).any():
-        return []
-    orders = [order_of(problem, squeezed_starts(p, batches, block, limit).ravel()) for block in (half, third)]
-    blocks = steady_states(p) if work else []
-    tries = min(len(blocks), work // (BLOCK_JOBS * len(problem.worker)))
-    run = new_run(problem)
+    blocks, run = steady_states(placed.workers), new_run(problem)
     best: dict[float, Numbers] = {}  # by value
-    for k in np.linspace(0, len(blocks) - 1, tries).astype(np.int64):
+    for k in np.linspace(0, len(blocks) - 1, min(len(blocks), tries)).astype(np.int64):
         for order in _orders(problem, repeated(blocks[k], batches), limit):
             value = run_and_judge(problem, order, run)
             if np.isfinite(value) and fits(problem, order):
                 best.setdefault(value, order)
-    return orders + [best[value] for value in sorted(best)[:KEPT]]
+    return [best[value] for value in sorted(best)[:KEPT]]
 
 
 def steady_states(p: int) -> list[Numbers]:
@@ -72,8 +68,7 @@ def steady_states(p: int) -> list[Numbers]:
 
 def _orders(problem: OrderProblem, slots: Numbers, limit: int) -> list[Numbers]:
     """The orders of a repeated block, if it fits: with its own warm-up and cool-down, and with others."""
-    peak = int(most_held(problem, order_of(problem, by_job(slots).ravel())).max())
-    if peak > limit:
+    if most_held(problem, order_of(problem, by_job(slots).ravel())).max() > limit:
         return []
     in_slots = problem._replace(length=np.ones_like(problem.length), hop=0 * problem.hop, own_window=False)
     run = new_run(problem)
@@ -87,8 +82,7 @@ def _orders(problem: OrderProblem, slots: Numbers, limit: int) -> list[Numbers]:
                 found.append(squeeze(by_worker(run.start.astype(np.int64).reshape(start.shape)), limit))
         return found
 
-    warm = [_with_filled_warm_up(by_job(slots), memory) for memory in sorted({peak, limit})]
-    begun = [squeeze(slots, limit), *with_order(warm)]
+    begun = [squeeze(slots, limit), *with_order([_with_filled_warm_up(by_job(slots), limit)])]
     ended = with_order([_with_dense_cool_down(each, limit) for each in begun])
     return [order_of(problem, by_job(each).ravel()) for each in (*begun, *ended)]
 
@@ -108,8 +102,8 @@ def _with_filled_warm_up(start: Numbers, memory: int) -> Numbers:
         # Of the F that fill the memory, those of the second stage come last, in turn with F of the first one. Before
         # them F of the first stage are alone: a microbatch is with the workers behind for 2 (p - 1 - r) slots.
         turning = min(r + 1, memory // 2)
-        alone = min(2 * (p - 1 - r), memory - turning)
         filling = memory - turning
+        alone = min(2 * (p - 1 - r), filling)
         jobs = down[:alone] + _in_turn(down[alone:filling], up[:turning])
         jobs += _in_turn(back, weights, up[turning:] + down[filling:])
         places = sorted(int(start[job]) for job in jobs)
@@ -122,6 +116,12 @@ def _jobs_before(until: int, start: Numbers, direction: int, stages: list[int]) 
     """The jobs of a direction and of these stages that start before a slot, by start."""
     jobs = [(direction, s, b) for s in stages for b in range(start.shape[2]) if start[direction, s, b] < until]
     return sorted(jobs, key=lambda job: int(start[job]))
+
+
+def _in_turn(*groups: list[Job]) -> list[Job]:
+    """The first job of each group, then the second of each, and so on."""
+    longest = max(map(len, groups))
+    return [group[k] for k in range(longest) for group in groups if k < len(group)]
 
 
 def _with_dense_cool_down(slots: Numbers, memory: int) -> Numbers:
@@ -139,9 +139,3 @@ def _with_dense_cool_down(slots: Numbers, memory: int) -> Numbers:
         weights[np.argsort(weights)[-memory:]] += 10 * batches * p * PERIOD  # after all others
         numbers[W, [r, second]] = weights.reshape(2, batches)
     return numbers
-
-
-def _in_turn(*groups: list[Job]) -> list[Job]:
-    """The first job of each group, then the second of each, and so on."""
-    longest = max(map(len, groups), default=0)
-    return [group[k] for k in range(longest) for group in groups if k < len(group)]

@@ -15,7 +15,7 @@ worker, from a forward to its backward, may take a given share of the time of it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 
 from schedgen.compiler.options import Options
 from schedgen.ir.instructions import B, F
-from schedgen.simulator.lower_bounds import longest_ways
-from schedgen.util.arrays import Flags, Ints, Numbers, Times
+from schedgen.util.arrays import Flags, Numbers, Times
 
 ROOM = 1 + 1e-12  # sums of bytes are rounded
 PREFETCH = Options().prefetch  # jobs that each copy is given
@@ -181,65 +180,3 @@ def _without_needless(order: WorkerOrder, kept: Kept, way: Ways, room: float) ->
         if (held(order, kept, way).amount > room).any():
             way[k] = was
     return way
-
-
-def ways_bound(
-    before: Sequence[Sequence[int]], compute: Ints, kept: Kept, link: Times, capacity: Times, ways: Collection[Way],
-    own_window: bool,
-) -> float:  # fmt: skip
-    """A lower bound on the time of any order, whatever way each forward goes.
-
-    What a worker holds, added up over time, fits into its memory times the time from its first job to its last. A
-    forward that is redone holds less, and takes the worker's time; one that is away holds less, and takes the link's.
-    The bound lets each make all the room that its own time allows, by parts of forwards, those first that make most.
-
-    before    by node, a direction and a stage, the nodes that it waits for; `compute`: worker of every job, (D, S, B)
-    link      by stage, how long a copy occupies the way to the host's memory
-    capacity  by worker, what is left of its memory beside what it owns
-    ways      that forwards may go, besides KEEP
-    """
-    D, S, _ = compute.shape
-    lengths = kept.length.ravel()
-    way = longest_ways(before, lengths, {})
-    heads, tails = way.max(axis=0), (way + lengths).max(axis=1) - lengths
-    forward, backward, last = np.arange(S), np.arange(S) + S, np.arange(S) + (D - 1) * S
-    span, back = (way[node, last] + lengths[last] for node in (forward, backward))  # until the end of the last
-    holds = (kept.inputs + kept.saved) * span + np.minimum(kept.half, 0) * back * (D == 3)
-    freed = {
-        Way.REDO: kept.saved * (span - back - kept.redo) - kept.graph * lengths[forward],
-        Way.AWAY: kept.saved * (span - kept.length.sum(axis=0) - 2 * kept.copy),
-    }
-    longest = 0.0
-    for w, room in enumerate(capacity.tolist()):
-        jobs = (compute == w).sum(axis=2)  # (D, S)
-        own = np.flatnonzero(jobs.ravel())
-        if not len(own) or room <= 0:
-            continue
-        work = float((jobs * kept.length).sum())
-        ends = 0.0 if own_window else float(heads[own].min() + tails[own].min())
-
-        def fits(T: float, jobs: Numbers = jobs[F], room: float = room, work: float = work, ends: float = ends) -> bool:
-            made = [
-                _most_freed(freed[way], jobs, price, time)
-                for way, price, time in ((Way.REDO, kept.redo, T - ends - work), (Way.AWAY, link, T))
-                if way in ways
-            ]
-            return float(holds @ jobs) - sum(made) <= room * (T - ends) * ROOM
-
-        low = high = work + ends
-        while not fits(high):
-            low, high = high, 2 * high
-        while high - low > 1e-9 * high:
-            low, high = ((low + high) / 2, high) if not fits((low + high) / 2) else (low, (low + high) / 2)
-        longest = max(longest, low)
-    return longest
-
-
-def _most_freed(freed: Times, jobs: Numbers, price: Times, time: float) -> float:
-    """The most that forwards free, `jobs` of each stage, each for its price in time; forwards may be cut."""
-    free = (price <= 0) & (freed > 0)
-    total = float(freed[free] @ jobs[free])
-    for s in sorted(np.flatnonzero(~free & (freed > 0)).tolist(), key=lambda s: price[s] / freed[s]):
-        part = min(float(jobs[s]), max(time, 0.0) / price[s])
-        total, time = total + part * freed[s], time - part * price[s]
-    return total

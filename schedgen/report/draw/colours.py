@@ -35,7 +35,7 @@ LOOKS = (
     Look("R", "recompute", 0.88, 0.055, ".", INK),
     Look("S", "optimizer step", 0.0, 0.0, "", PAPER),
 )
-# By share of time, as `schedgen.simulator.time_breakdown.SHARES`; contrast to TRACK is at least 3:1 [WCAG 2.1, 1.4.11].
+# By share of time, as `schedgen.simulator.timeline.SHARES`; contrast to TRACK is at least 3:1 [WCAG 2.1, 1.4.11].
 SHARE_COLOURS = (
     "#44546a",  # busy
     "#5b86cf",  # warm-up

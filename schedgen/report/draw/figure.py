@@ -24,7 +24,7 @@ from schedgen.report.draw.figure_style import (
     text_width,
 )
 from schedgen.report.draw.scene import Scene, colour_count, heading, key_figures
-from schedgen.simulator.time_breakdown import SHARES
+from schedgen.simulator.timeline import SHARES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

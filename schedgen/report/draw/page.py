@@ -23,8 +23,7 @@ from schedgen.ir.file import line_of
 from schedgen.ir.instructions import KIND_NAME, OPERANDS, Kind, Op
 from schedgen.report.draw.colours import HELD, LOOKS, OVERHEAD, SHARE_COLOURS, TRANSFER_COLOURS, colours
 from schedgen.report.draw.scene import LOOK_OF_OP, Scene, colour_count, joint_title
-from schedgen.simulator.time_breakdown import MEANING, SHARES
-from schedgen.simulator.timeline import CAUSES
+from schedgen.simulator.timeline import CAUSES, MEANING, SHARES
 
 SCRIPTS = ("data", "format", "view", "picture", "bars", "arrows", "hover", "control", "panel")  # of web/, in this order
 LEVEL = 6  # of compression: 9 takes five times as long and saves a thousandth

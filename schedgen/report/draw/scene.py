@@ -16,8 +16,7 @@ from schedgen.ir.program import Program
 from schedgen.report.draw.colours import LOOKS
 from schedgen.simulator.buffer_sizes import BufferSizes
 from schedgen.simulator.network import LinkUse
-from schedgen.simulator.time_breakdown import COOL_DOWN, TimeBreakdown, time_breakdown
-from schedgen.simulator.timeline import Timeline
+from schedgen.simulator.timeline import COOL_DOWN, TimeBreakdown, Timeline, time_breakdown
 from schedgen.util.arrays import Ints, Numbers, Small, Times
 from schedgen.util.errors import number_of
 
@@ -44,7 +43,7 @@ class Gaps(NamedTuple):
     worker: Numbers
     start: Times
     end: Times
-    share: Small  # an index of schedgen.simulator.time_breakdown.SHARES
+    share: Small  # an index of schedgen.simulator.timeline.SHARES
 
 
 class Scene(NamedTuple):

@@ -17,7 +17,7 @@ import numpy as np
 
 from schedgen.report.draw.colours import LOOKS, colours
 from schedgen.report.draw.scene import Scene, colour_count, format_time, heading
-from schedgen.simulator.time_breakdown import SHARES
+from schedgen.simulator.timeline import SHARES
 from schedgen.util.arrays import Numbers
 
 NARROWEST = 20  # columns that a time axis takes even on the narrowest terminal

@@ -8,11 +8,10 @@ from __future__ import annotations
 import sys
 import time
 
-import numpy as np
 from mpi4py import MPI
 
 from mpirun.comm.transport import Transport
-from mpirun.engine.step_trace import as_rank_0_times, read_clocks
+from mpirun.engine.step_trace import clock_ahead
 
 WORLD = MPI.COMM_WORLD
 AHEAD = [0.0, 5.0, -3600.0]  # seconds: by which the clock of each rank is set ahead
@@ -24,17 +23,9 @@ def claim(name: str, holds: bool) -> None:
 
 
 transport = Transport(WORLD, [])
-before, after = read_clocks(transport), read_clocks(transport)
-claim("one clock is found the same", abs(before.ahead) <= before.error)
-times = np.linspace(before.time, after.time, 100)
-claim("one clock is left as it is", bool((as_rank_0_times(times, before, after) == times).all()))
-
+claim("one clock is found the same", clock_ahead(transport) == 0)
 wrong = AHEAD[WORLD.rank]
-before, after = (read_clocks(transport, lambda: time.perf_counter() + wrong) for _ in range(2))
-claim("another clock is found", abs(before.ahead + wrong) <= before.error + 1e-9)
-times = np.linspace(before.time, after.time, 100)
-off = np.abs(as_rank_0_times(times, before, after) - (times - wrong)).max()
-claim("another clock is corrected", bool(off <= max(before.error, after.error) + 1e-9))
+claim("another clock is found", abs(clock_ahead(transport, lambda: time.perf_counter() + wrong) + wrong) < 0.01)
 
 if WORLD.rank == 0:
     print("holds: it ends", flush=True)

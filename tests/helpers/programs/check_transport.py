@@ -15,8 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpirun.comm.device import Device
 from mpirun.comm.gpu_transport import make_transport
-from mpirun.comm.ordered_allreduce import AllreduceQueue, OrderedAllreduce
-from mpirun.comm.sections import Section
+from mpirun.comm.ordered_allreduce import AllreduceQueue, OrderedAllreduce, Section
 from mpirun.comm.transport import Transport
 from mpirun.comm.waiting import Done
 from mpirun.data.values import to_device

@@ -55,13 +55,14 @@ def script(text: str, *arguments: str) -> None:
     """Execute a script as in a new process, with one seed on all ranks. AssertionError if it leaves an Engine open."""
 
     def of_engines() -> tuple[Any, ...]:
-        return signal.getsignal(signal.SIGTERM), sys.excepthook, torch.get_num_threads()
+        return signal.getsignal(signal.SIGTERM), sys.excepthook
 
-    before, sys.argv = of_engines(), ["-c", *arguments]
+    before, threads, sys.argv = of_engines(), torch.get_num_threads(), ["-c", *arguments]
     torch.manual_seed(0)
     try:
         exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
     finally:
+        torch.set_num_threads(threads)
         if of_engines() != before:
             raise AssertionError(f"the script leaves {of_engines()} behind, not {before}")
 

@@ -1,4 +1,5 @@
-"""Adapters on a frozen GPT-2, trained by Engines on four ranks: `train_adapters.py FOLDER` does it in one launch.
+"""Adapters on a frozen GPT-2, trained by Engines on four ranks: one launch of
+`train_adapters.py FOLDER SCHEME ...`.
 
 The base is bfloat16, the adapters are float32. Only blocks 1 and 3 have some, so that of the four stages two train
 nothing: one before all adapters, and one between them that passes gradients on. The embedding is tied, and frozen too.
@@ -27,7 +28,8 @@ from mpirun.data.loader import Loader
 from mpirun.model.split.split_result import Cut
 from mpirun.training.engine import Engine
 
-FOLDER = Path(sys.argv[1])
+FOLDER, SCHEMES = Path(sys.argv[1]), sys.argv[2:]
+OTHER = {"1f1b": "fsdp", "fsdp": "1f1b"}
 STAGES, MICROBATCHES, SAMPLES, STEPS, SAVED = 4, 4, 2, 4, 2
 WORDS, LENGTH, RANK, ADAPTED, CLIP = 64, 8, 4, (1, 3), 0.01
 TEXT = torch.randint(WORDS, (STEPS * MICROBATCHES * SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(3))
@@ -151,9 +153,9 @@ def compare(exported: Path, expected: nn.Module) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    found: dict[str, Any] = {"1f1b": trained("1f1b", "fsdp"), "fsdp": trained("fsdp", "1f1b")}
+    found: dict[str, Any] = {scheme: trained(scheme, OTHER[scheme]) for scheme in SCHEMES}
     if MPI.COMM_WORLD.rank == 0:
         net, found["plain"] = plain()
-        for folder in ("1f1b", "fsdp", "resumed-1f1b", "resumed-fsdp"):
+        for folder in (*SCHEMES, *(f"resumed-{scheme}" for scheme in SCHEMES)):
             found[f"exported {folder}"] = compare(FOLDER / folder, net)
         (FOLDER / "found.json").write_text(json.dumps(found))

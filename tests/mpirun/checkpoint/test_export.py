@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -13,11 +12,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from mpirun.checkpoint.export import check_new
 from mpirun.checkpoint.pretrained import Pretrained
 from mpirun.model.build_stage import build_stage
 from mpirun.model.load_model import load_model
-from schedgen.util.errors import RefusedFile, UsageError
 
 GPT2 = {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
 TENSOR = "mpirun.examples.gpt:tensor"
@@ -188,21 +185,3 @@ for device in ("cpu", "meta"):
     why = "the forward does not use them, and on the meta device they have no values"
     (said,) = [line for line in ended.err.splitlines() if "not written" in line]
     assert said == f"mpirun: note: not written: pooler.bias: {why}"
-
-
-def test_what_an_export_could_not_replace_is_refused_before_it(tmp_path: Path) -> None:
-    for name in ("a file", "full/file"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "loop").symlink_to("loop")
-    for name in ("empty", "missing"):
-        (tmp_path / f"link to {name}").symlink_to(name)
-    not_empty = "it is not empty: export to a new directory"
-    for name, why in (
-        ("a file", not_empty), ("loop", not_empty), ("full", not_empty), ("a file/new/new", "Not a directory"),
-    ):  # fmt: skip
-        with pytest.raises((UsageError, RefusedFile), match=f": {re.escape(why)}$"):
-            check_new(tmp_path / name)
-    for name in ("empty", "missing", "new/new", "link to empty", "link to missing"):
-        check_new(tmp_path / name)

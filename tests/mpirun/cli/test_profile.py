@@ -11,7 +11,6 @@ import json
 import numpy as np
 import pytest
 
-from mpirun.training.profile import spread
 from schedgen.cli.main import main as schedgen
 from schedgen.simulator.network import network_of
 
@@ -127,10 +126,6 @@ def test_one_rank_with_one_stage_has_no_links(mistakes, text, tmp_path):
     profile = json.loads(file.read_text())
     assert "machine" not in profile and len(profile["F"]) == 1
     assert list(tmp_path.iterdir()) == [file]
-
-
-def test_a_busy_machine_shows_in_the_spread_of_the_steps_not_in_one_slow_step():
-    assert spread([1.0] * 9 + [5.0]) == 0 and spread([1.0, 1.0, 1.0, 1.2, 1.2]) == pytest.approx(0.2)
 
 
 def test_a_model_that_fails_leaves_no_file(launch, text, tmp_path):

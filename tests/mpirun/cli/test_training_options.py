@@ -23,19 +23,16 @@ from mpirun.cli.optimizer import rate_of
 from mpirun.cli.options import TrainOptions
 from mpirun.examples import mlp
 from mpirun.model.build_stage import build_stage
-from mpirun.verify.compare import compare
 from mpirun.verify.record import Record
 
 MLP, DROPPING = "mpirun.examples.mlp:tiny", "models_for_tests:dropping"
 LR, STEPS, WARMUP = 0.01, 4, 2
 CLIP = 0.1  # less than the norm of any step
-FOUR, TWO, FSDP, DDP = "4 microbatches", "2 microbatches", "fsdp", "ddp"
+FOUR, FSDP, DDP = "4 microbatches", "fsdp", "ddp"
 PLAIN_SGD = ["--optimizer", "sgd", "--weight-decay", 0]
 RUNS = {  # schedule, options
     "plain": (FOUR, ["--steps", 3]),
-    "one pass with dropout": (FOUR, ["--steps", 1, "--model", DROPPING]),
-    "two passes with dropout": (TWO, ["--steps", 1, "--model", DROPPING, "--accumulate", 2]),
-    "three passes, canonical": (FSDP, ["--steps", 2, "--accumulate", 3, "--clip", CLIP, "--canonical"]),
+    "clipped fsdp, canonical": (FSDP, ["--steps", 2, "--clip", CLIP, "--canonical"]),
     "clipped": (FOUR, [*PLAIN_SGD, "--steps", 3, "--clip", CLIP, "--lr", 1]),
     "cosine": (FOUR, [*PLAIN_SGD, "--steps", STEPS, "--lr-schedule", "cosine", "--lr", LR]),
     "bf16, fsdp": (FSDP, ["--steps", 3, "--autocast", "bf16", "--canonical"]),
@@ -43,12 +40,8 @@ RUNS = {  # schedule, options
 }
 RUNS |= dict(
     further(
-        ("one pass", (FOUR, ["--steps", 1])),
-        ("two passes", (TWO, ["--steps", 1, "--accumulate", 2])),
-        ("two passes, canonical", (TWO, ["--steps", 3, "--accumulate", 2, "--clip", CLIP, "--canonical"])),
-        ("two passes of ddp, canonical", (DDP, ["--steps", 3, "--accumulate", 2, "--clip", CLIP, "--canonical"])),
+        ("clipped ddp, canonical", (DDP, ["--steps", 3, "--clip", CLIP, "--canonical"])),
         ("bf16", (FOUR, ["--steps", 3, "--autocast", "bf16", "--canonical"])),
-        ("bf16, two passes", (TWO, ["--steps", 3, "--autocast", "bf16", "--accumulate", 2, "--canonical"])),
     )
 )
 CANONICAL = [name for name, (_, options) in RUNS.items() if "--canonical" in options]
@@ -58,7 +51,6 @@ CANONICAL = [name for name, (_, options) in RUNS.items() if "--canonical" in opt
 def schedules(compiled) -> dict[str, Path]:
     return {
         FOUR: compiled("1f1b", stages=4, microbatches=4, workers=2),
-        TWO: compiled("1f1b", stages=4, microbatches=2, workers=2),
         FSDP: compiled("fsdp", stages=4, microbatches=4, workers=2),
         DDP: compiled("ddp", stages=4, microbatches=4, workers=2),
     }
@@ -96,21 +88,9 @@ def test_a_run_is_that_of_one_process(runs, name):
         assert seen.differences == {"losses": 0, "gradients": 0, "parameters": 0}
 
 
-# Accumulation
-
-
-@pytest.mark.parametrize("suffix", [*further(""), " with dropout"])
-def test_two_passes_of_two_microbatches_are_one_of_four(records, suffix):
-    one, two = records[f"one pass{suffix}"], records[f"two passes{suffix}"]
-    assert len(one.losses[0]) == 4 and one.losses == two.losses
-    losses, gradients, _ = compare(one, two)
-    assert losses.size == 0 and gradients.size < 1e-6
-
-
-def test_tokens_of_all_passes_count(runs):
+def test_tokens_of_all_microbatches_count(runs):
     """A microbatch of mlp has 64 samples."""
     assert metrics(runs, "plain", "tokens") == [4 * 64] * 3
-    assert metrics(runs, "three passes, canonical", "tokens") == [3 * 4 * 64] * 2
 
 
 # The learning rate

@@ -45,7 +45,7 @@ def test_names_are_absolute_as_the_model_may_change_the_working_directory():
 
 
 HELP = {
-    "": ("--model", "--steps", "--text", "--seed", "--verify", "--canonical", "--metrics", "--accumulate"),
+    "": ("--model", "--steps", "--text", "--seed", "--verify", "--canonical", "--metrics"),
     "profile": ("--model", "--stages", "--schedule", "--output"),
 }
 

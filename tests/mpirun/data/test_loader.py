@@ -8,7 +8,7 @@ import multiprocessing
 import random
 import re
 import traceback
-from collections import Counter, UserDict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampl
 
 from mpirun.data.dataset_loaders import epoch_order, loader_class
 from mpirun.data.loader import Batch, Loader
-from mpirun.data.microbatches import digest, input_and_target, tokens
+from mpirun.data.microbatches import input_and_target
 from mpirun.training.batches import whole_batch
 from schedgen.util.errors import UsageError
 
@@ -215,55 +215,23 @@ def test_resumed_with_other_steps(length, sizes, counts, behind):
     assert seen == [*list(epoch_order(length, True, 0, 0))[samples:], *epoch_order(length, True, 0, 1)]
 
 
-def make(step: int, microbatch: int, rng: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.full((2,), 10 * step + microbatch), torch.tensor(rng.random(2))
-
-
 @pytest.mark.parametrize(
-    "dataset", [numbers(21), Noisy(), Whole(), Stream(21), NoisyStream(21), make], ids=lambda x: type(x).__name__
+    "dataset", [numbers(21), Noisy(), Whole(), Stream(21), NoisyStream(21)], ids=lambda x: type(x).__name__
 )
 def test_workers(dataset):
     """The same batches for any number of workers, also of random samples; the model's generators are not touched."""
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    shuffle = not (dataset is make or isinstance(dataset, Stream))
+    shuffle = not isinstance(dataset, Stream)
     given = []
     for workers in (0, 1, 2)[: 2 if isinstance(dataset, Stream) else 3]:
         some = loader(dataset, reads=[3, 0, 2], shuffle=shuffle, workers=workers)
         given.append([shown(batch) for batch, _ in zip(some, range(7), strict=False)])
-        if dataset is not make:
-            given[-1] += [shown(batch) for batch in some]
+        given[-1] += [shown(batch) for batch in some]
     assert len(given[0]) > 3
     assert all(other == given[0] for other in given)
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (np.random.get_state()[1].tolist(), random.getstate())
     assert not left()
-
-
-def test_a_function():
-    """Its generator is that of the command line's runs; it has no end."""
-    endless = loader(make, seed=5, reads=[1])
-    with pytest.raises(TypeError):
-        len(endless)
-    for step, batch in enumerate(endless):
-        microbatch = batch.microbatches[1]
-        assert shown(batch)[:3] == (0, step, [2] * 4)
-        assert microbatch.target.tolist() == np.random.default_rng([5, step, 1]).random(2).tolist()
-        assert microbatch.target.tolist() == endless.microbatch(0, step, 1).target.tolist()
-        assert microbatch[2:5] == (4, 2, 0)
-        endless.trained(batch)
-        if step == 3:
-            break
-    assert endless.state()["step"] == 4
-
-
-@pytest.mark.parametrize("dataset", [numbers(21), Stream(21), make], ids=["map", "stream", "function"])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_rank_that_reads_nothing(dataset, workers):
-    """Such as a rank in the middle of a pipeline: it goes through the same steps."""
-    some = loader(dataset, reads=[], workers=workers)
-    steps = [shown(batch) for batch, _ in zip(some, range(3), strict=False)]
-    last = [2] * 4 if dataset is make else [2, 2, 1, 0]
-    assert steps == [(0, 0, [2] * 4, {}), (0, 1, [2] * 4, {}), (0, 2, last, {})]
 
 
 def test_one_step_ahead():
@@ -284,10 +252,10 @@ def test_one_step_ahead():
     assert not left()
 
 
-@pytest.mark.parametrize("dataset", [Noisy(), Stream(21), make], ids=["map", "stream", "function"])
+@pytest.mark.parametrize("dataset", [Noisy(), Stream(21)], ids=["map", "stream"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_abandoned(dataset, workers):
-    """No process stays. If it was trained on, the next iteration is of the next epoch, unless there are no epochs.
+    """No process stays. If it was trained on, the next iteration is of the next epoch.
 
     After a restart it goes on after the last trained batch.
     """
@@ -301,7 +269,7 @@ def test_abandoned(dataset, workers):
         assert not left()
     state = some.state()
     following = next(iter(some))
-    assert (following.epoch, following.number) == ((0, 1) if dataset is make else (1, 0))
+    assert (following.epoch, following.number) == (1, 0)
     some.restore(state)
     for _ in range(2):
         ahead = iter(some)
@@ -312,8 +280,7 @@ def test_abandoned(dataset, workers):
     some.trained(replace(batch, number=1))
     some.trained(batch)
     assert (some.epoch, some.step) == (0, 2)
-    if dataset is not make:
-        assert ([step.number for step in some], some.epoch, some.step) == ([0, 1, 2], 2, 0)
+    assert ([step.number for step in some], some.epoch, some.step) == ([0, 1, 2], 2, 0)
 
 
 @given(
@@ -368,24 +335,6 @@ class ByEpoch:
         return ((index + self.epoch) % self.length for index in range(self.length))
 
 
-class Growing(ByEpoch):
-    """One index more in every epoch."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.length + self.epoch))
-
-
-def test_a_sampler_counts_the_samples_of_an_epoch():
-    some = loader(numbers(9), sampler=[8] * 5 + [1] * 8)
-    assert (some.sample_count, len(some), [batch.samples for batch in some]) == (13, 2, [[2] * 4, [2, 2, 1, 0]])
-
-
-def test_a_batch_is_not_a_pair():
-    with pytest.raises(TypeError, match=r"`for batch in loader: run\.step\(batch\)`; for the samples themselves"):
-        for _, _ in loader(numbers(9)):
-            pass
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_broken_sample(workers):
     some = loader(Faulty(), workers=workers)
@@ -401,7 +350,6 @@ def test_a_broken_sample(workers):
 
 
 ORDERS = "each say the order of samples: give one of them"
-AGAIN = "the sampler gives another order when it is asked again, as after a restart: let it draw from torch's ..."
 TOO_FEW = 'the dataset has 7 samples, a step 8 (4 microbatches of 2): last="drop" leaves nothing'
 ITEMS = "the dataset's items should be pairs (input, target), (input,) or mappings: collated is"
 
@@ -428,17 +376,12 @@ class WithoutLength(Dataset):
         (
             iter([1]),
             {},
-            "a list_iterator is no dataset: give one with __len__ and __getitem__, a torch IterableDataset, or a "
-            "function make(step, microbatch, rng)",
+            "a list_iterator is no dataset: give one with __len__ and __getitem__, or a torch IterableDataset",
         ),
         (Stream(9), {"workers": 2}, "2 workers cannot share an IterableDataset: it takes one at most"),
         (Stream(9), {"shuffle": True}, "an IterableDataset cannot be shuffled: its samples come in its own order"),
-        (make, {"collate": list}, "a function that makes microbatches leaves nothing to collate"),
-        (make, {"sampler": [1]}, "a function that makes microbatches cannot be shuffled: its samples come in its ..."),
         (numbers(9), {"sampler": [1], "shuffle": True}, f"shuffle, sampler and batch_sampler {ORDERS}"),
         (numbers(9), {"sampler": [1], "batch_sampler": [[1]]}, f"shuffle, sampler and batch_sampler {ORDERS}"),
-        (numbers(9), {"sampler": RandomSampler(numbers(9), generator=torch.Generator())}, AGAIN),
-        (numbers(9), {"sampler": iter(range(9))}, AGAIN),
         (numbers(9), {"sampler": []}, "the dataset is empty"),
         (numbers(9), {"batch_sampler": []}, "the dataset is empty"),
         (
@@ -451,33 +394,14 @@ class WithoutLength(Dataset):
             {"batch_sampler": [[1] * 8, [2] * 9]},
             "a list of the batch_sampler has 9 indices, but...",
         ),
-        (lambda step, number, rng: 3, {}, f"{ITEMS} a int"),
         ([1, 2], {}, f"{ITEMS} a Tensor"),
         ([(1, 2, 3)], {}, f"{ITEMS} 3 values"),
-        (
-            numbers(9),
-            {"collate": lambda samples: (torch.zeros(2), [Faulty()])},
-            "the samples have a Faulty, which could be neither cut nor moved to a device: give tensors, numbers, "
-            "strings and None, in tuples, lists and dicts",
-        ),
-        (
-            numbers(9),
-            {"collate": lambda samples: (torch.zeros(2), torch.zeros(2).to_sparse())},
-            "the samples have a tensor of layout torch.sparse_coo, which cannot be cut: give dense ones",
-        ),
     ],
     ids=lambda x: None if isinstance(x, dict) else str(x)[:20],
 )
 def test_mistakes(dataset, options, sentence):
     with pytest.raises(UsageError, match=f"^{re.escape(sentence).replace(re.escape('...'), '.*')}$"):
         list(loader(dataset, **options))
-
-
-def test_epochs_of_a_sampler_have_one_length():
-    some = loader(numbers(99), sampler=Growing(9))
-    assert len(list(some)) == 2
-    with pytest.raises(UsageError, match=r"^the sampler gives 10 indices for epoch 1, not 9 as first$"):
-        next(iter(some))
 
 
 def test_a_stream_from_its_begin():
@@ -498,8 +422,6 @@ def test_a_stream_from_its_begin():
         (numbers(21), {}, {"dataset": Stream(21)}, "samples 21, but the loader stream"),
         (numbers(21), {"shuffle": True}, {"shuffle": False}, "shuffle True, but the loader False"),
         (numbers(21), {}, {"seed": 1}, "seed 0, but the loader 1"),
-        (make, {}, {"count": 2}, "microbatches 4, but the loader 2"),
-        (make, {}, {"size": 4}, "microbatch_size 2, but the loader 4"),
         (numbers(21), {}, {"sampler": range(20, -1, -1)}, "sampler None, but the loader [0-9a-f]{64}"),
     ],
     ids=lambda x: x[:12] if isinstance(x, str) else None,
@@ -522,23 +444,6 @@ def test_input_and_target():
             whole_batch(batch, 2, pair)
 
 
-def test_mappings_that_are_no_pytrees():
-    """Such as transformers' BatchEncoding: each becomes a dict, whose tensors are counted and cut."""
-    x = torch.arange(4000.0).view(4, 1000)
-
-    def given(middle: float) -> UserDict:
-        return UserDict(x=x, more=[UserDict(y=torch.where(x == 500, middle, x), name="a")])
-
-    made = loader(numbers(8), collate=lambda samples: given(samples[0][0])).microbatch
-    first, again, other = made(0, 0, 0), made(0, 0, 0), made(0, 0, 1)
-    assert type(first.target) is type(first.target["more"][0]) is dict and first.target["more"][0]["name"] == "a"
-    assert tokens(first) == 4000 and digest(first) == digest(again) != digest(other)
-    other_order = dict(reversed(first.target.items()))
-    assert digest(first._replace(target=other_order)) == digest(first)
-    cut = whole_batch(given(0.0), 2, pair).microbatches[1].target
-    assert torch.equal(cut["x"], x[2:]) and torch.equal(cut["more"][0]["y"], x[2:])
-
-
 def test_collate():
     """It takes the samples of a microbatch, and may draw random numbers."""
     some = [
@@ -548,23 +453,6 @@ def test_collate():
     here, in_process = ([shown(batch) for batch in one] for one in some)
     assert here == in_process
     assert Counter(leaf for leaf, *_ in here[0][3].values()) == {2: 4}
-
-
-def test_collate_of_a_stream():
-    """Its draws depend neither on what a rank reads nor on the stream's draws, and do not change the stream's."""
-
-    def masked(samples: list[Any]) -> Any:
-        return torch.tensor(samples), torch.rand(3).double() + random.random() + np.random.random()
-
-    def made(reads: list[int], step: int = 0, workers: int = 1) -> list[Any]:
-        some = loader(NoisyStream(21), reads=reads, workers=workers, collate=masked)
-        some.restore({**some.state(), "step": step})
-        return [shown(batch)[3] for batch in some]
-
-    steps = made([0, 1, 2, 3])
-    assert made([3, 2, 1, 0]) == made([0, 1, 2, 3], workers=0) == steps and len(steps) == 3
-    assert made([2], 1) == [{2: step[2]} for step in steps[1:]]
-    assert len({tuple(target) for step in steps for _, target, *_ in step.values()}) == 12
 
 
 PROGRAM = str(Path(__file__).with_name("read_in_ranks.py"))

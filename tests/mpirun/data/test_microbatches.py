@@ -110,31 +110,15 @@ def test_a_loss_of_the_whole_minibatch_is_without_padding_and_has_metrics() -> N
     assert whole.tolist() == [[2] * 3] * 2 and part.tolist() == [[2] * 3, [0] * 3] and none is None
 
 
-def test_a_loss_of_the_whole_minibatch_gives_complex_outputs_a_gradient() -> None:
-    waves, rows = torch.randn(2, 3, 4, dtype=torch.complex64), torch.randn(2, 3, 4)
-
-    def loss(output: Any, target: object) -> Tensor:
-        return (output[0].abs() ** 2).mean() + (output[0].imag * output[1]).sum()
-
-    minibatch_loss = MinibatchLoss(Model([nn.Identity()], loss), CPU, None)
-    for number in range(2):
-        minibatch_loss.add_outputs(number, [waves[number], rows[number]], Microbatch([], None, 1.0, 3))
-    found = [minibatch_loss.take(number)[0] for number in range(2)]
-    leaves = [x.flatten(0, 1).requires_grad_() for x in (waves, rows)]
-    for index, expected in enumerate(torch.autograd.grad(loss(leaves, None), leaves)):
-        torch.testing.assert_close(torch.cat([gradients[index] for gradients in found]), expected)
-
-
 @pytest.mark.parametrize(
     ("loss", "sentence"),
     [
         (lambda output, target: output, "the loss should be one number"),
         (lambda output, target: 5.0, "the loss should be one number"),
-        (lambda output, target: output.sum() * 1j, "the loss should be a real number, not torch.complex64"),
         (lambda output, target: output.detach().sum(), "the loss has no gradient: it depends on no parameter"),
     ],
 )
-def test_a_loss_of_the_whole_minibatch_is_one_real_number_with_a_gradient(loss: Any, sentence: str) -> None:
+def test_a_loss_of_the_whole_minibatch_is_one_number_with_a_gradient(loss: Any, sentence: str) -> None:
     minibatch_loss = MinibatchLoss(Model([nn.Identity()], loss), CPU, None)
     minibatch_loss.add_outputs(0, [torch.zeros(4)], Microbatch([], torch.zeros(4), 1.0, 4))
     with pytest.raises(UsageError, match=sentence):

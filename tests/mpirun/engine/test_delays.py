@@ -7,7 +7,7 @@ from examples import further
 from golden_cases import TRAINED, ranks, schedule
 
 # One of each way to send, to add up and to update.
-NAMES = ("1f1b-tensor", "1f1b-tied", "ddp", "fsdp-sharded", "pipedream", "zb-v", *further("fslpp", "lpp"))
+NAMES = ("1f1b-tied", "fsdp-sharded", *further("1f1b-tensor", "ddp", "pipedream", "zb-v", "fslpp", "lpp"))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,8 @@ from mpirun.engine.job_graphs import CaptureCheck
 
 # Whole and split backwards; weights that are fetched, sharded or have versions; sums over tensor slices; several stages
 # per rank.
-CHOSEN = {"1f1b-tensor": "direct", "fsdp-sharded": "staged", "pipedream": "staged", "zb-v": "direct"}
+CHOSEN = {"1f1b-tensor": "direct", "fsdp-sharded": "staged"}
+CHOSEN |= further(("pipedream", "staged"), ("zb-v", "direct"))
 CASES = cases(CHOSEN)
 STEPS = 5  # one computed normally, two checked, one captured, one replayed
 MLP = "models_for_graphs:mlp_of_four"
@@ -71,12 +72,12 @@ def test_replayed_jobs_give_the_bits_of_launched_ones(trained, case):
     assert replayed.weights == eager.weights
 
 
-# Random draws in recomputed forwards, running statistics, outputs with several consumers, passes that accumulate.
+# Random draws in recomputed forwards, running statistics, outputs with several consumers.
 MODELS = {
     "models_for_tests:dropping": ({"recompute": "all"}, []),
-    "models_for_tests:normed": ({"recompute": "all"}, []),
+    **dict(further(("models_for_tests:normed", ({"recompute": "all"}, [])))),
     "models_for_tests:fan": ({"graph": {"stages": 4, "edges": [[0, 1], [0, 2], [0, 3], [1, 3], [2, 3]]}}, []),
-    "models_for_graphs:gpt_of_four": ({}, ["--accumulate", 2, "--clip", 1, "--steps", 3]),
+    "models_for_graphs:gpt_of_four": ({}, ["--clip", 1]),
 }
 
 
@@ -92,10 +93,10 @@ def modelled(pairs, compiled):
 @pytest.mark.parametrize("model", MODELS)
 def test_models_of_all_kinds_are_replayed(modelled, model):
     eager, replayed = modelled[model]
-    again, passes = 3 if "recompute" in MODELS[model][0] else 2, 6 if "--accumulate" in MODELS[model][1] else STEPS
+    again = 3 if "recompute" in MODELS[model][0] else 2
     count = again * 4 * 2
     assert replayed.code == 0, replayed.out
-    assert counts(count, (passes - 3) * count) in replayed.out and "computed without" not in replayed.out
+    assert counts(count, (STEPS - 3) * count) in replayed.out and "computed without" not in replayed.out
     assert replayed.weights == eager.weights
 
 
@@ -105,18 +106,19 @@ REFUSED = {
         "1 is computed without a graph: FWD: its operations change from one time to the next",
         "3 is computed without a graph: FWD: aten._local_scalar_dense.default makes the host wait for values",
     ],
-    "models_for_tests:dropping_by_host": [
-        "1 is computed without a graph: FWD: aten.rand.default is computed on the host, or from host memory"
-    ],
 }
 REFUSED |= further(
+    (
+        "models_for_tests:dropping_by_host",
+        ["1 is computed without a graph: FWD: aten.rand.default is computed on the host, or from host memory"],
+    ),
     (
         "models_for_graphs:remembers_and_counts_values",
         [
             "1 is computed without a graph: FWD: its operations change from one time to the next",
             "3 is computed without a graph: FWD: aten.nonzero.default makes the host wait for values",
         ],
-    )
+    ),
 )
 
 
@@ -155,12 +157,14 @@ def test_a_rank_has_memory_for_the_microbatches_in_flight_and_not_for_all(inside
 # Faults of graphs (helpers/programs/broken_graphs.py), and a model that shows each.
 BREAKS = {
     "what a graph reads is taken to stay where it was": MLP,
-    "what a graph reads is not copied": MLP,
     "layers draw in every step what they drew in the first": "models_for_graphs:dropping_of_four",
     "what a graph gives does not hold its memory": MLP,
-    "nobody looks at operations": "models_for_graphs:counts_forwards",
 }
-BREAKS |= further(("what a graph reads is filled in deterministic mode", MLP))
+BREAKS |= further(
+    ("what a graph reads is not copied", MLP),
+    ("nobody looks at operations", "models_for_graphs:counts_forwards"),
+    ("what a graph reads is filled in deterministic mode", MLP),
+)
 
 
 @pytest.fixture(scope="module")
@@ -210,8 +214,7 @@ def noted(self):
 tokens = torch.randint(256, (16, 17), generator=torch.Generator().manual_seed(0))
 with mock.patch("mpirun.engine.setup.choose_device", lambda *_: device), device.working():
     with mock.patch.object(Interpreter, "execute", noted):
-        graphs, accumulate = sys.argv[1] == "graphs", int(sys.argv[2])
-        options = {"stages": 2, "microbatches": 2, "graphs": graphs, "accumulate": accumulate}
+        options = {"stages": 2, "microbatches": 2, "graphs": sys.argv[1] == "graphs"}
         with mpirun.Engine("1f1b", mlp_of_four(2), **options) as run:
             for batch in run.loader([(row[:-1], row[-1]) for row in tokens], microbatch_size=1):
                 run.step(batch)
@@ -219,13 +222,10 @@ sys.stdout.write(" ".join(map(str, passes)) + "\\n")
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "accumulate", "without"),
-    [("launched", 1, 1), ("graphs", 1, 4), ("launched", 4, 4), *further(("graphs", 4, 4))],
-)
-def test_words_are_used_once_nothing_is_allocated(scripts, how, accumulate, without):
+@pytest.mark.parametrize(("how", "without"), [("launched", 1), ("graphs", 4)])
+def test_words_are_used_once_nothing_is_allocated(scripts, how, without):
     """Not in a first step, nor while graphs are captured: allocations would wait for streams that wait for words."""
-    (done,) = scripts(2, [[WORDS, how, accumulate]])
+    (done,) = scripts(2, [[WORDS, how]])
     assert done.out.splitlines() == [" ".join(["False"] * without + ["True"] * (8 - without))] * 2, done.err
 
 
@@ -294,4 +294,3 @@ def test_microbatches_that_fit_no_graph_are_computed_as_always(scripts, scheme):
         assert len(same) == 3 and also == same
         # Of 4 jobs for each of 4 microbatches, 2 of them of the last stage, in 3 steps; 3 microbatches are padded.
         assert (int(captures), int(replays)) == (16, 3 * 16 - 6)
-        assert "a microbatch of stage 1 has other shapes or padding than its graph: computed without" in replayed.err

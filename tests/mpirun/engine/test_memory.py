@@ -18,15 +18,14 @@ from golden_cases import schedule
 from schedgen.cli.main import main as schedgen
 
 MLP = "mpirun.examples.mlp:tiny"
-NAMES = ("ddp", "fsdp", "1f1b", "fslpp", "chimera", *further("interleaved-1f1b", "zb-v"))  # the last two: 8 stages
+NAMES = ("ddp", "fslpp", *further("fsdp", "1f1b", "chimera", "interleaved-1f1b", "zb-v"))  # the last two: 8 stages
 # Schemes, and the number of weight shards of their stages.
 PARTS = {"zb-h1": 4, **dict(further(("fsdp", 4), ("gpipe", 3)))}
 MODELS = {"1f1b, tied": "models_for_tests:tied_of_four"}  # of schedules that are not for the MLP
 OTHERS = (
     "1f1b, recompute",
-    "gpipe, the last redone",
     "fsdp, one slot",
-    "gpipe, prefetch 3",
+    *further("gpipe, the last redone", "gpipe, prefetch 3"),
     "1f1b, tied",
     "gpipe, offload",
     "zb-h1, offload",
@@ -52,7 +51,7 @@ def schedules(compiled):
     paths["fsdp, optimizers on the host"] = compiled("fsdp", **sizes, shards=4, offload_optimizer=True)
     for scheme, shards in PARTS.items():
         paths[f"{scheme}, parts"] = compiled(scheme, **sizes, shards=shards)
-    return paths
+    return {name: paths[name] for name in (*NAMES, *OTHERS)}
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ MODEL, TIED = "models_for_tests:four_types", "models_for_tests:four_types_tied"
 # Scheme, options, model, options of mpirun. Where every rank owns all, or fetches all, each has two microbatches.
 CASES = {
     "stages in a row": ("1f1b", {"stages": 4}, MODEL, []),
-    "forwards first, in two passes": ("gpipe", {"stages": 4}, MODEL, ["--accumulate", 2]),
+    "forwards first": ("gpipe", {"stages": 4}, MODEL, []),
     "weights that travel": ("fsdp", {"stages": 4, "microbatches": 8}, MODEL, []),
     "gradients that are passed on": (
         "fslpp",
@@ -23,7 +23,7 @@ CASES = {
     "tied stages": ("1f1b", {"graph": {"stages": 4, "tied": [[0, 3]]}}, TIED, []),
     "versions": ("pipedream", {"stages": 2, "replicas": "2,2", "microbatches": 8}, MODEL, []),
     "shards of weights": ("fsdp", {"stages": 2, "shards": 4}, MODEL, []),
-    "shards that do not fit": ("zb-h1", {"stages": 4, "shards": 3}, MODEL, ["--accumulate", 2]),
+    "shards that do not fit": ("zb-h1", {"stages": 4, "shards": 3}, MODEL, []),
     "shards passed on": (
         "fslpp",
         {"stages": 4, "groups": 2, "shards": 3, "fan_out": 1, "weight_slots": 1, "microbatches": 8},
@@ -32,7 +32,9 @@ CASES = {
     ),
     "some shards are empty": ("fsdp", {"stages": 8, "shards": 40}, MODEL, []),
 }
-ROUNDED = ("gradients that are passed on", "owners that compute alike", *further("shards passed on"))
+LATER = ("weights that travel", "owners that compute alike", "shards passed on")
+TRIED = (*(name for name in CASES if name not in LATER), *further(*LATER))
+ROUNDED = ("gradients that are passed on", *further("owners that compute alike", "shards passed on"))
 STEPS = 2
 
 
@@ -48,7 +50,8 @@ def schedules(compiled):
 def verified(several, schedules, text):
     """The result of every case in canonical mode, and of some without it."""
     runs = {}
-    for name, (scheme, _, model, more) in CASES.items():
+    for name in TRIED:
+        scheme, _, model, more = CASES[name]
         clip = [] if scheme == "pipedream" else ["--clip", 0.1]
         run = [schedules[name], "--model", model, "--text", text, "--steps", 2, "--verify", *clip, *more]
         runs[name, "canonical"] = [*run, "--canonical"]
@@ -57,7 +60,7 @@ def verified(several, schedules, text):
     return dict(zip(runs, several(4, list(runs.values())), strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", TRIED)
 def test_every_bit_is_that_of_one_process(verified, name):
     code, out = verified[name, "canonical"]
     assert differences(out) == {"losses": 0, "gradients": 0, "parameters": 0}
@@ -72,7 +75,7 @@ def test_sums_in_another_order_differ_by_what_bf16_rounds(verified, name):
 
 
 def test_a_run_goes_on_with_the_same_bits_under_any_schedule(several, compiled, text, tmp_path):
-    others = ("stages in a row", "weights that travel", "some shards are empty", "owners that compute alike")
+    others = ("stages in a row", "some shards are empty")
     cases = {name: CASES[name] for name in (*others, "shards of weights")}
     sizes = {"workers": 4, "microbatches": 4}
     schedules = {name: compiled(scheme, **options | sizes) for name, (scheme, options, *_) in cases.items()}

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from schedgen.checker import checked
-from schedgen.report.measured_run import read_trace, run_numbers
+from schedgen.report.chrome_trace import read_trace, run_numbers
 
 MLP = "mpirun.examples.mlp:tiny"
-RUNS = {"1f1b": (3, 2, 1), "fsdp": (2, 1, 2), "zb-h1": (1, 5, 1)}  # steps, of these traced, accumulation passes a step
-PASSES = {"1f1b": 2, "fsdp": 2, "zb-h1": 1}
+RUNS = {"1f1b": (3, 2), "fsdp": (2, 1), "zb-h1": (1, 5)}  # steps, and of these traced
+PASSES = {"1f1b": 2, "fsdp": 1, "zb-h1": 1}
 CAUSES = {  # what ranks of a scheme can wait for
     "1f1b": {"activation", "gradient", "send", "reduction"},
     "fsdp": {"weight", "weight_gradient", "send", "reduction"},
@@ -29,10 +29,10 @@ def traced(several, traces, text, tmp_path_factory) -> dict[str, list[Event]]:
     folder = tmp_path_factory.mktemp("traced")
     runs = [
         [
-            *(traces / f"{name}.json", "--model", MLP, "--text", text, "--steps", steps, "--accumulate", passes),
+            *(traces / f"{name}.json", "--model", MLP, "--text", text, "--steps", steps),
             *("--trace", folder / name, "--trace-steps", last, "--verify"),
         ]
-        for name, (steps, last, passes) in RUNS.items()
+        for name, (steps, last) in RUNS.items()
     ]
     for code, out in several(4, runs):
         assert code == 0, out

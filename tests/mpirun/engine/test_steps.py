@@ -11,7 +11,7 @@ import pytest
 
 GPT, SMALL = "mpirun.examples.gpt:tiny", "models_for_graphs:gpt_of_four"
 STEPS = 10
-AGAIN = ("1f1b", "fslpp", "lpp")  # ranks send activations; and add gradients; and sum them over owners
+AGAIN = ("fslpp", "lpp")  # ranks send activations, and add gradients; and sum them over owners
 
 
 def rows(file: Path) -> list[dict[str, float]]:

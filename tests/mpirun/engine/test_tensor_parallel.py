@@ -79,6 +79,8 @@ CASES = {
     ),
 }
 # Compared with the whole model, whose sums are rounded at other places: one of each way to place slices.
+LATER = ("2 slices and 2 pipeline stages", "2 slices and 2 replicas", "sums of bf16")
+TRIED = (*(name for name in CASES if name not in LATER), *further(*LATER))
 ROUNDED = ("4 slices", "weights that travel", *further("2 slices and 2 replicas"))
 
 
@@ -91,10 +93,10 @@ def schedules(compiled):
 def verified(several, schedules, text):
     runs = {
         (name, mode): [
-            *(schedules[name], "--model", model, "--text", text, "--steps", 2, "--clip", 0.5, "--verify"),
+            *(schedules[name], "--model", CASES[name][2], "--text", text, "--steps", 2, "--clip", 0.5, "--verify"),
             *mode.split(),
         ]
-        for name, (_, _, model) in CASES.items()
+        for name in TRIED
         for mode in ("", "--canonical")
         if mode or name in ROUNDED
     }
@@ -107,7 +109,7 @@ def test_it_trains_as_the_whole_model_does(verified, name):
     assert code == 0 and "verify: passed: the limit is 1e-05" in out, out
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", TRIED)
 def test_it_gives_the_bits_of_one_process_that_adds_up_slices_in_their_order(verified, name):
     code, out = verified[name, "--canonical"]
     assert code == 0 and "verify: passed: every bit of " in out, out
@@ -208,8 +210,8 @@ def test_a_checkpoint_goes_on_under_another_number_of_slices(several, compiled, 
         )
     )  # fmt: skip
     for model, schedules in (
-        (BLOCK, (four, two, none, two, four)),
-        ("models_for_tests:partly_frozen", (four_of_pair, four_of_pair, none_of_pair, four_of_pair)),
+        (BLOCK, (four, two, none, *further(two, four))),
+        ("models_for_tests:partly_frozen", (four_of_pair, none_of_pair, four_of_pair)),
     ):
         common, saved = ["--model", model, "--text", text, "--clip", 1, "--lr", 0.1], tmp_path / model
         runs = [[schedules[0], *common, "--steps", len(schedules)]]
@@ -231,7 +233,7 @@ def factory(kind, named):
 x, y = torch.ones(8, 16), torch.ones(8, 12)
 class Own(torch.optim.SGD):
     pass
-for kind in (torch.optim.SGD, Own, torch.optim.Adafactor):
+for kind in (Own, torch.optim.Adafactor):
     with mpirun.Engine(sys.argv[1], pair, optimizer=lambda named: factory(kind, named), elementwise=kind is Own) as run:
         run.step((x, y))
 """
@@ -240,7 +242,7 @@ for kind in (torch.optim.SGD, Own, torch.optim.Adafactor):
     shares = [("up.weight", (24, 16), (48, 16), False), ("up.bias", (24,), (48,), False)]
     shares += [("down.weight", (12, 24), (12, 48), False), ("down.bias", (12,), (12,), True)]
     why = "several ranks divide up.weight, and Adafactor is none of torch.optim's classes that step element by element"
-    assert (done.code, done.out, done.err.partition(":")[2].partition(":")[0]) == (2, f"{shares}\n" * 3, f" {why}")
+    assert (done.code, done.out, done.err.partition(":")[2].partition(":")[0]) == (2, f"{shares}\n" * 2, f" {why}")
 
 
 # Without ranks

@@ -35,14 +35,13 @@ GPT, MLP, SKEWED = "models_for_graphs:gpt_of_four", "models_for_graphs:mlp_of_fo
 # Scheme, options, model, options of mpirun. test_parameter_types.py has others, and test_schemes.py fsdp-sharded.
 CASES = {
     "owners that compute nothing of it": ("gpipe", {"stages": 4, "shards": 3}, GPT, []),
-    "empty shards": ("fsdp", {"stages": 4, "shards": 40}, SKEWED, []),
     "some stages": ("fsdp", {"stages": 4, "shards": "4,1,2,1", "recompute": "all", "microbatches": 8}, SKEWED, []),
     "a w of k": (BY_HAND + DEPTH_FIRST, {"stages": 4, "shards": 4}, MLP, []),
-    "two passes": (
+    "momentum": (
         "fsdp",
         {"stages": 2, "shards": 4},
         MLP,
-        ["--accumulate", 2, "--optimizer", "sgd", "--momentum", 0.9],
+        ["--optimizer", "sgd", "--momentum", 0.9],
     ),
 }
 COMMON = ["--steps", 2, "--clip", 1, "--verify"]
@@ -86,7 +85,7 @@ def test_late_devices_and_late_messages_change_no_bit(inside, compiled, text):
 @pytest.fixture(scope="module")
 def owned(inside, schedules, text, tmp_path_factory):
     """By rank, the bytes that it owns."""
-    arguments = [schedules["two passes"], "--model", "mpirun.examples.gpt:tiny", "--text", text, "--steps", 1]
+    arguments = [schedules["momentum"], "--model", "mpirun.examples.gpt:tiny", "--text", text, "--steps", 1]
     file = tmp_path_factory.mktemp("owned") / "bytes"
     (run,) = inside(4, [{"arguments": arguments, "owned": str(file)}])
     assert run.code == 0, run.out
@@ -103,7 +102,7 @@ def test_every_rank_owns_a_quarter(owned, what):
 
 def test_a_run_goes_on_with_the_same_bits_with_other_parts_or_none(several, compiled, schedules, text, tmp_path):
     files = {
-        "4": schedules["two passes"],  # two stages
+        "4": schedules["momentum"],  # two stages
         "none": compiled("fsdp", stages=2, microbatches=4, workers=4),
         "3": schedules["owners that compute nothing of it"],  # four stages
     }
@@ -112,7 +111,7 @@ def test_a_run_goes_on_with_the_same_bits_with_other_parts_or_none(several, comp
         lr = ["--lr-schedule", "constant", "--canonical", "--clip", 1]
         return [files[name], "--model", MLP, "--text", text, "--steps", steps, *lr, *more]
 
-    ways = (("4", "4"), ("4", "none"), ("none", "3"), ("3", "4"))
+    ways = (("4", "none"), ("none", "3"), ("3", "4"))
     runs = [run(name, STEPS // 2, "--save", tmp_path / name) for name in files]
     runs.append(run("none", STEPS, "--save", tmp_path / "whole"))
     for first, then in ways:
@@ -173,16 +172,6 @@ def optimizer_of(divided: str, factory: Callable[..., torch.optim.Optimizer], el
 
 
 @DIVIDED
-def test_an_optimizer_sees_the_attributes_of_parameters(divided):
-    def factory(named: Sequence[NamedParameter]) -> torch.optim.Optimizer:
-        for entry in named:
-            assert vars(entry.parameter) == ({"kind": "matrix"} if entry.name == "stage0.weight" else {})
-        return torch.optim.SGD([entry.parameter for entry in named], 0.1)
-
-    assert optimizer_of(divided, factory).by_unit
-
-
-@DIVIDED
 def test_other_classes_than_torch_s_elementwise_ones_step_pieces_if_the_user_says_so(divided):
     def factory(named: Sequence[NamedParameter]) -> torch.optim.Optimizer:
         return Counting([entry.parameter for entry in named], 0.1)
@@ -191,23 +180,6 @@ def test_other_classes_than_torch_s_elementwise_ones_step_pieces_if_the_user_say
     with contextlib.nullcontext() if divided == "not" else pytest.raises(UsageError, match=why):
         optimizer_of(divided, factory)
     assert optimizer_of(divided, factory, elementwise=True).by_unit
-
-
-@DIVIDED
-def test_pieces_have_the_options_of_the_whole(divided):
-    """Groups are often chosen by the dimensions of a parameter, and a flat piece has one."""
-
-    def grouped(sizes: Callable[[NamedParameter], torch.Size]) -> Callable[..., torch.optim.Optimizer]:
-        def factory(named: Sequence[NamedParameter]) -> torch.optim.Optimizer:
-            decay = {True: {"weight_decay": 0.1}, False: {}}
-            return torch.optim.SGD([{"params": [x.parameter], **decay[len(sizes(x)) > 1]} for x in named], 0.1)
-
-        return factory
-
-    assert optimizer_of(divided, grouped(lambda x: x.shape)).by_unit
-    refused = pytest.raises(UsageError, match="have other options for pieces of parameters, as of stage0")
-    with refused if divided == "into shards" else contextlib.nullcontext():
-        optimizer_of(divided, grouped(lambda x: x.parameter.shape))
 
 
 @pytest.mark.parametrize("kind", ELEMENTWISE)

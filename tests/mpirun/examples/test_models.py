@@ -12,12 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from mpirun import split
 from mpirun.data.microbatches import Microbatch, Microbatches
 from mpirun.examples import gpt, mlp
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import Input, TensorSpec, Value
+from mpirun.model.dataflow import Input, Value
 from mpirun.model.load_model import join_stages, load_model
 from mpirun.model.trial import Trial
 from mpirun.training.schedule_and_model import _compile as compile_for
@@ -25,9 +24,6 @@ from schedgen.util.errors import UsageError
 
 TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))
 TINY = {"gpt": (gpt.tiny, 10), "mlp": (mlp.tiny, 12)}  # an embedding, 8 blocks or 10 layers, and the scores
-EVERY_CUT = pytest.mark.parametrize(
-    ("name", "stages"), [(name, stages) for name, (_, most) in TINY.items() for stages in range(1, most + 1)]
-)
 META = nn.Linear(4, 4, device="meta")
 BOTH = pytest.mark.parametrize("name", TINY)
 
@@ -59,13 +55,6 @@ def test_a_cut_model_computes_what_the_whole_does(name, stages):
         for part in parts:
             x = part(x)
         assert torch.equal(x, uncut_module(data))
-
-
-@EVERY_CUT
-def test_stages_have_as_equal_numbers_of_layers_as_can_be(name, stages):
-    make, layers = TINY[name]
-    counts = [len(part) for part in modules(make(stages))]
-    assert sum(counts) == layers and max(counts) - min(counts) <= 1
 
 
 @BOTH
@@ -101,25 +90,6 @@ def test_weights_depend_on_the_seed_and_not_on_what_was_built_before(name):
         assert any(not torch.equal(a, b) for a, b in pairs)
 
 
-def test_two_layers_of_one_shape_begin_with_different_weights():
-    blocks = parameters(modules(gpt.tiny(8)))
-    assert not torch.equal(blocks["block1.0.attention.qkv.weight"], blocks["block2.0.attention.qkv.weight"])
-
-
-def test_a_microbatch_of_gpt_is_text_and_the_same_text_one_byte_on():
-    (data,), target, *_ = microbatch(gpt.tiny(1), TEXT, 0, 0, 0)
-    assert data.shape == target.shape == (4, 64)
-    assert torch.equal(data[:, 1:], target[:, :-1])
-    assert bytes(data[0].tolist()) + bytes(target[0, -1:].tolist()) in bytes(TEXT.tolist())
-
-
-def test_a_microbatch_of_mlp_is_16_bytes_of_text_and_the_next():
-    (data,), target, *_ = microbatch(mlp.tiny(1), TEXT, 0, 0, 0)
-    assert (data.shape, target.shape) == ((64, 16), (64,))
-    for before, after in zip(data.tolist(), target.tolist(), strict=True):
-        assert bytes([*before, after]) in bytes(TEXT.tolist())
-
-
 @BOTH
 def test_a_microbatch_depends_on_seed_step_and_number_alone(name):
     model = TINY[name][0](1)
@@ -148,7 +118,6 @@ def test_more_stages_than_layers_is_one_clear_error(name):
         ("stages", [nn.Identity(), {"score": 5}], "stage 1 should be layers by name, a function or a module, not"),
         ("stages", [nn.Identity(), {"a.b": nn.Identity}], "stage 1 has a layer called 'a.b', which no module can be"),
         ("stages", [nn.Identity(), META], "stage 1 has no values for weight, which is on the meta device"),
-        ("loss", nn.Linear(2, 1), "the loss has parameters that need a gradient, weight, bias: put them into the last"),
         ("sliced", 0, "model(2) raised TypeError"),
         ("loss_of", "step", "loss_of should be microbatch or minibatch, not 'step'"),
         ("sliced", [1], "the model slices stage 1, but only stages before the last can have slices"),
@@ -161,29 +130,6 @@ def test_a_field_that_is_not_what_it_should_be_is_one_sentence(monkeypatch, fiel
     monkeypatch.setitem(sys.modules, "wrong", module)
     with pytest.raises(UsageError, match=f"^{re.escape(f'--model wrong:model: {sentence}')}"):
         load_model("wrong:model", 2, 0)
-
-
-def test_parameters_of_the_loss_of_a_split_are_refused():
-    cut = split(nn.Linear(2, 2), torch.zeros(2, 2), stages=1)
-    sentence = "the loss has parameters that need a gradient, weight, bias: put them into the last stage, or freeze"
-    with pytest.raises(UsageError, match=f"^{sentence} them"):
-        cut.model(nn.Linear(2, 1))
-
-
-def test_numbers_of_numpy_and_lists_are_as_good(monkeypatch):
-    module = types.ModuleType("mine")
-    fields = {
-        "length": np.int64(20),
-        "sliced": {np.int64(0)},
-        "tied": [[[np.int64(0), "a"], (1, "b")], [(1, "b"), (1, "c")]],
-        "tensor_parallel": 5,
-    }
-    module.model = lambda stages: mlp.tiny(stages)._replace(**fields)
-    monkeypatch.setitem(sys.modules, "mine", module)
-    model = load_model("mine:model", 2, 0)
-    assert (model.length, model.sliced, model.tensor_parallel) == (20, [0], 1)
-    assert model.tied == [[(0, "a"), (1, "b"), (1, "c")]]
-    assert type(model.length) is type(model.sliced[0]) is type(model.tied[0][0][0]) is int
 
 
 @pytest.mark.parametrize(
@@ -202,51 +148,6 @@ def test_what_cannot_be_tied_is_one_sentence(tie, sentence):
         build_stage(mlp.tiny(2)._replace(tied=[tie]), 1, 0)
 
 
-def test_what_a_model_raises_is_on_one_line(monkeypatch):
-    def model(stages: int) -> Model:
-        raise ValueError("two\nlines")
-
-    module = types.ModuleType("wrong")
-    module.model = model
-    monkeypatch.setitem(sys.modules, "wrong", module)
-    with pytest.raises(
-        UsageError, match=r"^--model wrong:model: model\(2\) raised ValueError: two lines \(at .*:207: .*\)$"
-    ):
-        load_model("wrong:model", 2, 0)
-
-
-class Scaled(nn.Module):
-    """Has tensors that are neither parameters nor buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(3, 4)
-        self.scales = [torch.tensor(0.5), torch.arange(4.0)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum((self.linear(x) * scale for scale in self.scales), torch.zeros(4))
-
-
-@pytest.mark.parametrize(
-    ("stage", "size", "dtype"),
-    [
-        (lambda: nn.Linear(3, 4).to(torch.bfloat16).double(), (2, 4), torch.float64),
-        (lambda: Scaled().half().float(), (2, 4), torch.float32),
-        (Scaled(), (2, 4), torch.float32),
-        (nn.Linear(3, 4, dtype=torch.float16), (2, 4), torch.float16),
-    ],
-    ids=["converted", "with other tensors", "a module with other tensors", "a module"],
-)
-def test_shapes_are_those_of_a_real_forward(stage, size, dtype):
-    def batch(text: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-        return torch.ones(2, 3, dtype=dtype), torch.ones(())
-
-    model = Model([stage], lambda output, target: output.mean(), batch)
-    (shape,) = Trial(model, model.resolved_reads([()], 1), microbatch(model, TEXT, 0, 0, 0)).shapes()
-    real = build_stage(model, 0, 0)(batch(TEXT, np.random.default_rng(0))[0])
-    assert shape.outputs == (TensorSpec(tuple(real.shape), real.dtype),) == (TensorSpec(size, dtype),)
-
-
 def test_with_mixed_precision_shapes_have_the_types_that_travel():
     shapes = Trial(
         mlp.tiny(4),
@@ -258,16 +159,6 @@ def test_with_mixed_precision_shapes_have_the_types_that_travel():
         torch.bfloat16
     ]  # residual sums, and the scores
     assert all(shape.weight_bytes % 64 == 0 and shape.weight_bytes > 0 for shape in shapes)
-
-
-def test_stages_that_stand_in_the_place_of_those_that_were_cut_are_joined_by_no_schedule():
-    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
-    model = split(net, torch.zeros(2, 4), stages=4).model(nn.functional.mse_loss)
-    assert len(join_stages(model, [1, 2, 1]).stages) == 3
-    with pytest.raises(UsageError, match="the model's stages are no longer those that split made"):
-        join_stages(model._replace(stages=[nn.Sequential(stage) for stage in model.stages]), [1, 2, 1])
-    with pytest.raises(UsageError, match="the schedule joins 3 stages of the model, but it has 4"):
-        join_stages(model, [1, 2])
 
 
 def test_a_scheme_s_own_edges_are_those_of_stages_that_do_not_say_what_they_read(tmp_path):

@@ -38,14 +38,13 @@ SCHEDULES = {
     **dict(further(("ddp", ("ddp", {"stages": 4, "workers": 4}, "ALLREDUCE")))),
     **dict(further(("1f1b, 4 stages, 2 workers", ("1f1b", {"stages": 4}, "BWD")))),
     "fsdp": ("fsdp", {"stages": 8, "weight_slots": 1}, "FETCH_W"),
-    "split backward": ("zb-v", {"stages": 4}, "BWD_W"),
+    **dict(further(("split backward", ("zb-v", {"stages": 4}, "BWD_W")))),
     "split, computed again": ("zb-v", {"stages": 4, "recompute": "all"}, "RECOMPUTE"),
     "forward and backward apart": (APART + DEPTH_FIRST, {"stages": 4}, "RECOMPUTE"),
 }
 MORE = {  # schedule, model, options
     **dict(further(("one stage is a function", ("1f1b, 4 stages", ONE_FUNCTION, [])))),
     "one stage is a function, computed again": ("forward and backward apart", ONE_FUNCTION, []),
-    "two passes, computed again": ("split, computed again", DROPPING, ["--accumulate", 2]),
 }
 
 
@@ -122,7 +121,7 @@ def test_numbers_are_drawn_by_seed_step_and_microbatch(make):
     assert not any(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("stages", [1, 4, 10])
+@pytest.mark.parametrize("stages", [*further(1, 4), 10])
 def test_numbers_are_drawn_by_layer(stages):
     model = models_for_tests.dropping(stages)
     assert torch.equal(output(model, 0, 0), output(models_for_tests.dropping(2), 0, 0))
@@ -216,8 +215,8 @@ def found(scheme, stages):
         losses = [run.step((x, x)).loss for _ in range(3)]
         return losses, run.evaluate([(x, x)]).loss, run.verify()
 one = found("ddp", 1)
-cut = [found(scheme, stages) for scheme, stages in (("1f1b", 2), ("zb-v", 4), ("ddp", 4))]
+cut = [found(scheme, stages) for scheme, stages in (("zb-v", 4),)]
 print([other == one for other in cut], one[-1])
 """
     done = execute(2, script)
-    assert {line for line in done.out.splitlines() if not line.startswith("verify: ")} == {"[True, True, True] True"}
+    assert {line for line in done.out.splitlines() if not line.startswith("verify: ")} == {"[True] True"}

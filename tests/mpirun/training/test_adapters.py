@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from examples import further
 
 from mpirun.checkpoint.pretrained import Pretrained
 from schedgen.cli.main import main as command
 
 PROGRAM = Path(__file__).parents[2] / "helpers" / "programs" / "train_adapters.py"
 SCHEMES = {"1f1b": ["1f1b"], "fsdp": ["fsdp", "--shards", "4"]}
-EXPORTED = ("1f1b", "fsdp", "resumed-1f1b", "resumed-fsdp")
+TRAINED = ("1f1b", *further("fsdp"))
+EXPORTED = (*TRAINED, *(f"resumed-{scheme}" for scheme in TRAINED))
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,7 @@ def folder(tmp_path_factory, launch) -> Path:
     for name, scheme in SCHEMES.items():
         sizes = ["--workers", "4", "--stages", "4", "--microbatches", "4"]
         assert command(["compile", *scheme, *sizes, "-o", str(folder / f"{name}.json")]) == 0
-    done = launch(4, folder, program=(str(PROGRAM),))
+    done = launch(4, folder, *TRAINED, program=(str(PROGRAM),))
     assert done.code == 0, done.err
     return folder
 
@@ -35,7 +37,7 @@ def found(folder) -> dict[str, Any]:
     return json.loads((folder / "found.json").read_text())
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", TRAINED)
 def test_adapters_train_with_the_bits_of_one_process(found, scheme):
     of_scheme = found[scheme]
     assert [len(names) for names in of_scheme["names"]] == [0, 4, 0, 4]
@@ -46,7 +48,7 @@ def test_adapters_train_with_the_bits_of_one_process(found, scheme):
         assert numbers == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", TRAINED)
 def test_a_checkpoint_is_gone_on_from_under_another_scheme(found, scheme):
     assert found[scheme]["resumed"] == found[scheme]["numbers"][2:] and len(found[scheme]["resumed"]) == 2
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from torch.nn.functional import mse_loss
 from mpirun.engine.recipe import NamedParameter
 from mpirun.training.arguments import make_recipe
 from mpirun.training.schedule_and_model import Given
-from mpirun.training.tensorboard_log import make_log
 from schedgen.util.errors import UsageError
 
 
@@ -27,13 +25,11 @@ def test_an_optimizer_s_class_is_called_with_the_parameters_alone(given):
     assert type(optimizer) is torch.optim.Adam and group["params"] == [weight] and "param_names" not in group
 
 
-def test_rates_are_numbers_of_any_type_that_are_not_negative():
+def test_rates_are_numbers_of_any_type():
     assert make_recipe(None, np.float32(0.5), None, None).rate(0) == 0.5
-    for rate in (np.float64(-0.5), True, "0.5"):
-        with pytest.raises(UsageError, match="lr should be a number of at least 0, or a function of the step, not "):
+    for rate in (True, "0.5"):
+        with pytest.raises(UsageError, match="lr should be a number or a function of the step, not "):
             make_recipe(None, rate, None, None)
-    with pytest.raises(UsageError, match=r"the learning rate of step 3 is -0\.5, not a number of at least 0"):
-        make_recipe(None, lambda step: -0.5, None, None).rate(2)
 
 
 def test_a_module_that_is_not_in_stages_is_to_be_split():
@@ -48,35 +44,15 @@ def test_a_module_that_is_not_in_stages_is_to_be_split():
                 Given(given, mse_loss, stages, None, 0).take(stages, layers)
 
 
-def test_events_stay_in_their_folder_wherever_the_script_goes(tmp_path, monkeypatch):
-    """The writer opens its file again for each write."""
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
-    with ExitStack() as ending:
-        write = make_log("events", ending)
-        monkeypatch.chdir("elsewhere")
-        write(1, {"loss": 0.5})
-    assert len(list((tmp_path / "events").iterdir())) == 1 and not list((tmp_path / "elsewhere").iterdir())
-
-
-def test_events_whose_directory_cannot_be_made_are_refused(tmp_path):
-    (tmp_path / "events").touch()
-    with ExitStack() as ending, pytest.raises(UsageError, match="events'\\): File exists"):
-        make_log(tmp_path / "events", ending)
-
-
 def test_a_schemes_name_takes_the_options_of_compile(execute):
     """And has as many microbatches as ranks, unless it is said."""
     script = """
 plain = nn.Sequential(*layers(2))
 expected = mse_loss(plain(x), x).item()
 for scheme, options, scheme_of_file in (
-    ("1f1b", {"replicas": 2}, {"replicas": 2, "microbatches": 4}),
     ("zb-h1", {"replicas": 2, "shards": 2, "n": "depth-first"}, {"replicas": 2, "shards": [2, 2]}),
     ("1f1b-rr", {"replicas": [1, 3], "microbatches": 8, "updates": "flush"}, {"replicas": [1, 3], "microbatches": 8}),
-    ("fslpp", {"groups": 2, "n": "breadth-first", "prefetch": 2}, {"groups": 2}),
     ("fsdp", {"shards": 2, "recompute": [0], "weight_slots": 1}, {"shards": [2, 2]}),
-    ("ddp", {"recompute": "all", "seed": 3}, {}),
 ):
     with engine(layers(2), scheme, **{"microbatches": None, "example": (x[:1], x[:1]), **options}) as run:
         assert math.isclose(run.step((x, x)).loss, expected, rel_tol=1e-5)

@@ -6,13 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+from examples import further
 
 BENCH = Path(__file__).parents[2] / "bench"
 PARTS = {"cases", "floor", "peers", "ranks", "sizes"}  # used by other benchmarks
-BENCHMARKS = sorted({path.stem for path in BENCH.glob("*.py")} - PARTS)
+OTHERS = sorted({path.stem for path in BENCH.glob("*.py")} - PARTS - {"run"})
 
 
-@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize("name", ["run", *further(*OTHERS)])
 def test_a_benchmark_runs(name, tmp_path, launch):
     """Whether it ends well, not what it measures."""
     arguments = [tmp_path / "out.svg"] if name == "updates" else []

@@ -16,7 +16,7 @@ from torch.nn.functional import mse_loss
 import schedgen
 from schedgen.checker import checked
 from schedgen.cli.main import main as command
-from schedgen.report.measured_run import read_trace, run_numbers
+from schedgen.report.chrome_trace import read_trace, run_numbers
 from schedgen.schemes import SCHEMES, load
 from schedgen.util.errors import UsageError
 
@@ -26,8 +26,8 @@ SCHEDULES = {
     "recompute": ["1f1b", "--recompute", "all"],
 }  # fmt: skip
 TRAINED = ("1f1b", *further("zb-h1", "ddp"), "fsdp-shards")
-BUCKETS = (*further(("1f1b", True), ("fsdp-shards", False)), ("zb-h1", True), ("fsdp-shards", True))  # canonical or not
-SOME = ("ddp", "fslpp", "interleaved-1f1b", "zb-v", "chimera", "1f1b-rr", "pipedream")
+BUCKETS = (*further(("1f1b", True), ("fsdp-shards", False), ("fsdp-shards", True)), ("zb-h1", True))  # canonical or not
+SOME = ("fslpp", "zb-v", "chimera", "1f1b-rr", "pipedream")
 PREDICTED = (*SOME, *further(*(scheme for scheme in SCHEMES if scheme not in SOME)))
 
 
@@ -88,7 +88,7 @@ def test_every_scheme_gives_the_bits_of_one_process(found, scheme):
     assert "verify: buffers differ from one process by at most 0\n" in lines
 
 
-@pytest.mark.parametrize(("name", "microbatches"), [("modules", 8), ("split", 8), ("shared out", 2)])
+@pytest.mark.parametrize(("name", "microbatches"), [("split", 8), ("shared out", 2)])
 def test_buffers_that_forwards_change_are_changed_once_verified_saved_resumed_and_exported(found, name, microbatches):
     """4 steps of 8 microbatches, of which a data-parallel rank has 2; the other schedules recompute all forwards."""
     verified, lines, whole, *resumed = found["statistics"][name]
@@ -146,7 +146,8 @@ def test_lengths_in_turn_give_the_bits_of_one_process_under_every_scheme(found):
             assert len(re.findall("by at most 0$", lines, re.M)) == 3
             assert of_scheme["numbers"] == first["numbers"] and of_scheme["evaluations"] == first["evaluations"]
             assert of_scheme["weights"] in ("", first["weights"])
-    assert [entry[4] // 8 for entry in first["numbers"]] == [length * 16 for length in (6, 9, 9, 6, 6, 9, 6, 9)]
+    lengths = (6, 9, 9, *(6, 9, 9, 6), 6)  # a loop that is left early is followed by the next epoch
+    assert [entry[4] // 8 for entry in first["numbers"]] == [length * 16 for length in lengths]
     assert [samples for _, samples in first["evaluations"]] == [32, 32]
 
 

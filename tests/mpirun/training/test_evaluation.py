@@ -31,11 +31,11 @@ assert list(losses(True)) == list(losses(False))
 def test_evaluations_are_in_eval_mode_whatever_it_leaves_out(execute):
     """A stage that is only a dropout returns its input; running statistics are used, and stay."""
     script = """
-x = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
-data = TensorDataset(x, torch.zeros(64, 512))
+x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+data = TensorDataset(x, torch.zeros(64, 32))
 for cut in (list, lambda net: mpirun.split(net, x[:4], stages=3)):
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(512, 512), nn.Dropout(0.5), nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512)))
+    net = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)))
     model = cut(copy.deepcopy(net))
     with engine(model, "1f1b", stages=3, microbatches=8) as run:
         loader = run.loader(data, microbatch_size=4)
@@ -98,14 +98,14 @@ def loss(output, target):
 torch.manual_seed(0)
 x, net = torch.randn(8, 4), Two()
 cut = mpirun.split(net, x[:4], stages=2)
-for model, own in ((cut, loss), (cut.model(loss), None), (cut.model(lambda output, _: output["between"].sum()), loss)):
+for model, own in ((cut.model(loss), None), (cut.model(lambda output, _: output["between"].sum()), loss)):
     with engine(model, "1f1b", loss=own) as run:
         found, scored = run.predict([(x, x)]), run.evaluate([(x, x)]).loss
         if run.rank == 0:
             print({name: value.allclose(net(x)[name]) for name, value in found.items()}, end=" ")
             print(abs(scored - loss(net(x), x)).item() < 1e-5)
 """
-    execute(2, script, out=["{'out': True, 'between': True} True"] * 3)
+    execute(2, script, out=["{'out': True, 'between': True} True"] * 2)
 
 
 def test_an_evaluation_in_the_middle_of_an_epoch_is_over_all_of_it(execute):
@@ -153,35 +153,13 @@ def loss(output, target):
     return mse_loss(output, target), {"a": output.sum()}
 logged = []
 log = lambda step, numbers: logged.append((step, numbers))
-with engine(2, "1f1b", loss=loss, log=log, peak_flops=1e3) as run:
+with engine(2, "1f1b", loss=loss, log=log) as run:
     seconds = run.step((x, x)).seconds
     found = run.evaluate([(x, x)])
 assert bool(logged) == (rank == 0)
 for (step, numbers), (at, evaluated) in zip(logged[::2], logged[1::2], strict=True):
     assert step == at == 1 and evaluated == {"eval/loss": found.loss, "eval/a": found.metrics["a"]}
     assert numbers["samples_per_second"] == 8 / seconds and numbers["tokens_per_second"] == 32 / seconds
-    assert math.isclose(numbers["mfu"], 6 * 40 * 32 / seconds / 2e3) and numbers["peak_bytes"] > 2**20
+    assert numbers["peak_bytes"] > 2**20
 """
     execute(2, script, err=[])
-
-
-def test_a_script_s_own_loader_draws_in_an_evaluation_what_it_draws_in_a_plain_loop(execute):
-    """So the shuffled batches of the next epoch are those of plain torch."""
-    script = """
-from torch.utils.data import DataLoader
-def losses(evaluate):
-    torch.manual_seed(0)
-    loader, tests = DataLoader(rows, batch_size=4, shuffle=True), DataLoader(rows, batch_size=8, shuffle=True)
-    for _ in range(3):
-        yield [batch[0].tolist() for batch in loader], torch.rand(1).item(), evaluate(tests)
-def loop(tests):
-    for batch in tests:
-        pass
-with engine(2, "ddp") as run:
-    run.step((x, x))
-    def both(tests):
-        run.evaluate(tests), run.predict(tests, each=lambda number, output: torch.rand(3))
-    plain = lambda tests: (loop(tests), loop(tests), None)[-1]
-    assert list(losses(both)) == list(losses(plain))
-"""
-    execute(2, script)

@@ -13,7 +13,7 @@ def test_one_process_needs_no_launcher_and_an_exception_that_is_caught_ends_its_
     """As in a notebook: Engines in turn, each a run of its own."""
     script = """
 losses = []
-for number in range(20):
+for number in range(4):
     with engine(lr=0.1 * (number % 2)) as run:
         losses.append([run.step((x, x)).loss for _ in range(2)])
 print(all(second < first for first, second in losses[1::2]), all(a == b for a, b in losses[0::2]))
@@ -26,15 +26,15 @@ for error in (ValueError("mine"), KeyboardInterrupt(), None):
             print("done")
     except BaseException as caught:
         assert caught is error
-engine(lr=lambda step: float("nan")).step((x, x))
+engine().step((x[:7], x[:7]))
 """
     done = launch(None, program=("-c", PRELUDE + script))
-    sentence = "mpirun: the learning rate of step 1 is nan, not a number\n"
-    assert (done.code, done.out, done.err) == (2, "True True\ndone\n", sentence)
+    assert (done.code, done.out) == (2, "True True\ndone\n")
+    assert done.err.startswith("mpirun: a batch of 7 samples cannot be cut into 2 microbatches of one size")
 
 
 def test_a_step_after_one_that_was_interrupted_takes_its_own_batch(execute):
-    """And has the whole gradient; so has a step after one that was skipped, which leaves buffers as they were."""
+    """And has the whole gradient."""
     script = """
 class Stage(nn.Linear):
     def forward(self, x):
@@ -45,13 +45,6 @@ class Stage(nn.Linear):
         if self.is_last and interrupted[0] == "backward":
             y.register_hook(interrupt)
         return y
-class Counting(Stage):
-    def __init__(self, *size):
-        super().__init__(*size)
-        self.register_buffer("calls", torch.zeros(1))
-    def forward(self, x):
-        self.calls.add_(1)
-        return self.calls.clone() * super().forward(x)
 def interrupt(gradient):
     raise KeyboardInterrupt
 def train(kind, *ways):
@@ -60,40 +53,38 @@ def train(kind, *ways):
     for number, stage in enumerate(stages):
         stage.is_last = number == 1
     model = mpirun.Model(stages, mse_loss, loss_of=loss_of)
-    with engine(model, scheme, loss=None, optimizer=SGD, lr=0.1, on_nan="skip", verify=True) as run:
+    with engine(model, scheme, loss=None, optimizer=SGD, lr=0.1, verify=True) as run:
         for number, interrupted[0] in enumerate(ways):
-            x = torch.full((4, 4), math.nan if interrupted[0] == "skipped" else float(number))
+            x = torch.full((4, 4), float(number))
             try:
                 if interrupted[0] != "left out":
                     found.append(run.step((x, 2 * x)).losses)
             except KeyboardInterrupt:
                 interrupted[0] = ""
         assert run.verify()
-    found = [losses for losses in found if math.isfinite(losses[0])]
     assert len(found) == 3
     return found
 interrupted = [""]
 for scheme, loss_of in (*((name, "microbatch") for name in ("gpipe", "1f1b", "zb-v")), ("gpipe", "minibatch")):
     print(train(Stage, "", "forward", "", "backward", "") == train(Stage, "", "left out", "", "left out", ""))
-    print(train(Counting, "", "skipped", "", "skipped", "") == train(Counting, "", "left out", "", "left out", ""))
 """
     done = execute(1, script)
-    assert [line for line in done.out.split() if line in ("True", "False")] == 8 * ["True"], done
+    assert [line for line in done.out.split() if line in ("True", "False")] == 4 * ["True"], done
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [*further(1), 2])
 def test_a_run_that_is_closed_or_refused_leaves_nothing_behind(ranks, tmp_path, launch):
-    """Neither its handlers of SIGTERM and of exceptions, nor its threads, TensorBoard's and torch's included."""
+    """Neither its handlers of SIGTERM and of exceptions, nor its threads, torch's included."""
     script = """
-import mpirun.engine.first_step
+import mpirun.engine.run_interpreter
 def now():
     return signal.getsignal(signal.SIGTERM), sys.excepthook, threading.active_count(), torch.get_num_threads()
 torch.set_num_threads(len(os.sched_getaffinity(0)) + 1)
 before = now()
 stopped = [(refused(engine, 2, "1f1b", buckets=(0,), timeout=60), now() == before)]
-mpirun.engine.first_step.needs_calls = lambda seconds, size: True  # a thread calls MPI during every job
+mpirun.engine.run_interpreter.ENOUGH = 0  # a thread calls MPI during every job
 for _ in range(2):
-    with engine(2, "1f1b", log=sys.argv[1], timeout=60) as run:
+    with engine(2, "1f1b", timeout=60) as run:
         for _ in range(3):
             run.step((x, x))
         during = now()
@@ -174,13 +165,15 @@ if run.rank == 0 or sys.argv[1] in ("loss", "exit"):
 @pytest.mark.parametrize(
     ("where", "words"),
     [
-        ("loop", 'fails.py", line 23'),
         ("set-up", r"mpirun: rank 1 on \S+: setting up: ended without a word: killed, perhaps by SIGTERM"),
         ("evaluate", r"rank 0 on \S+ calls step, but rank 1 on \S+ calls evaluate: all ranks"),
-        ("end", r"mpirun: rank 0 on \S+ calls step, but rank 1 on \S+ has ended: all ranks call the methods of an E"),
         ("block", r"mpirun: rank \d on \S+: IndexError: .* \(at .*fails.py:16: `\[\]\[0\]`\)"),
         ("loss", r"mpirun: rank 1 on .*: step 2: line \d+: .*FWD.*: IndexError: .* \(at .*fails.py:5: `return.*`\)"),
-        *further(("exit", r"mpirun: rank 1 on .*: step 2: line \d+: .*FWD.*: SystemExit: enough \(at .*fails.py:4: ")),
+        *further(
+            ("loop", 'fails.py", line 23'),
+            ("end", r"mpirun: rank 0 on \S+ calls step, but rank 1 on \S+ has ended: all ranks call the methods of"),
+            ("exit", r"mpirun: rank 1 on .*: step 2: line \d+: .*FWD.*: SystemExit: enough \(at .*fails.py:4: "),
+        ),
     ],
 )
 def test_a_script_that_fails_on_one_rank_ends_all_and_says_where(where, words, tmp_path, launch):
@@ -211,10 +204,9 @@ for batch in run.loader(Faulty(), 1, workers=1) if sys.argv[1] == "loader" else 
 """)
     for how in ("loader", "own", "evaluate"):
         (line,) = (done := launch(2, how, program=(str(script),))).ours
-        place = rf"\(at {script}:7: `raise ValueError\(.*`\)"
-        assert done.code != 0 and "Traceback" not in done.err, done.err
-        said = rf"mpirun: rank \d on \S+: ValueError: no sample 5: it is lost {place} \(at {script}:"
-        assert re.match(said, line), line
+        where = rf".*{script}.*line 7,.*ValueError: no sample 5: it is lost \(at {script}:"
+        said = rf"mpirun: rank \d on \S+: ValueError: {where}"
+        assert done.code != 0 and re.match(said, line), line
 
 
 def test_what_a_script_s_function_raises_in_the_trial_has_its_line_and_with_traceback_the_whole_stack(tmp_path, launch):
@@ -223,19 +215,13 @@ def test_what_a_script_s_function_raises_in_the_trial_has_its_line_and_with_trac
 class Wrong(nn.Linear):
     def forward(self, x):
         return super().forward(x) @ x
-def loss(output, target):
-    return mse_loss(output, target[:, :3])
-stage = Wrong(4, 4) if sys.argv[1] == "stage" else nn.Linear(4, 4)
-engine([stage], "ddp", loss=loss, example=(x[:3], x[:3]), traceback=sys.argv[2] == "whole")
+engine([Wrong(4, 4)], "ddp", example=(x[:3], x[:3]), traceback=sys.argv[1] == "whole")
 """)
-    for what, begin, line in (
-        ("stage", "stage 0", f"{script}:4: `return super().forward(x) @ x`"),
-        ("loss", "the loss", f"{script}:6: `return mse_loss(output, target[:, :3])`"),
-    ):
-        for how in ("short", "whole"):
-            (said,) = (done := launch(2, what, how, program=(str(script),))).ours
-            assert done.code == 2 and said.startswith(f"mpirun: {begin} fails on the shapes it gets: RuntimeError: ")
-            assert said.endswith(f" (at {line})") and ("Traceback" in done.err) == (how == "whole"), done.err
+    line = f"{script}:4: `return super().forward(x) @ x`"
+    for how in ("short", "whole"):
+        (said,) = (done := launch(2, how, program=(str(script),))).ours
+        assert done.code == 2 and said.startswith("mpirun: stage 0 fails on the shapes it gets: RuntimeError: ")
+        assert said.endswith(f" (at {line})") and ("Traceback" in done.err) == (how == "whole"), done.err
 
 
 def test_one_process_has_no_watchdog_and_its_error_has_the_step(scripts):

@@ -9,34 +9,6 @@ import pytest
 from examples import further
 
 
-def test_a_loss_may_take_no_zeros(execute):
-    """Such as a likelihood, whose scales are positive: the loss is tried on outputs of the model."""
-    script = """
-from torch.distributions import Normal
-def loss(output, target):
-    return -Normal(*output).log_prob(target).mean()
-class Gaussian(nn.Linear):
-    def forward(self, x):
-        mean, scale = super().forward(x).chunk(2, -1)
-        return mean, nn.functional.softplus(scale)
-x = torch.randn(2, 16, 6, generator=torch.Generator().manual_seed(1))
-for whole in (False, True):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 6), Gaussian(6, 12))
-    expected = loss(net(x[0]), x[0]).item()
-    stages = mpirun.Model(list(net), loss, loss_of="minibatch") if whole else mpirun.split(net, x[0, :4], stages=2)
-    with engine(stages, microbatches=4, loss=None if whole else loss) as run:
-        found = [run.step((batch, batch)).loss for batch in x]
-        if not whole:
-            run.evaluate([(x[0], x[0])])
-    if run.rank == 0:
-        print(expected, found[0])
-"""
-    for line in execute(2, script).out.splitlines():
-        expected, found = map(float, line.split())
-        assert found == pytest.approx(expected, rel=1e-6)
-
-
 def test_metrics_may_have_other_names_in_another_step_but_not_within_one(scripts):
     """The last microbatches of the second epoch's end are padding, and have none."""
     script = """
@@ -50,7 +22,7 @@ def loss(output, target):
 torch.manual_seed(0)
 data, logged = [(row, torch.full((4,), k % 4 // 2.0)) for k, row in enumerate(torch.randn(16, 4))], []
 LOGGED = "loss grad_norm lr seconds samples_per_second tokens_per_second peak_bytes".split()
-with engine(2, "ddp", accumulate=2, loss=loss, log=lambda _, numbers: logged.append(numbers), example=None) as run:
+with engine(2, "ddp", microbatches=4, loss=loss, log=lambda _, numbers: logged.append(numbers), example=None) as run:
     loader = run.loader(data[:9] if sys.argv[1] == "padded" else data, microbatch_size=2)
     for step in range(3):
         for batch in loader:
@@ -68,11 +40,11 @@ with engine(2, "ddp", accumulate=2, loss=loss, log=lambda _, numbers: logged.app
     assert differ.err == sentence
 
 
-@pytest.mark.parametrize("scheme, passes", [("1f1b", 1), ("ddp", 1), ("fsdp", 2), *further(("zb-h1", 2))])
-def test_a_mean_over_labels_is_that_of_the_whole_minibatch(execute, scheme, passes):
+@pytest.mark.parametrize("scheme", ["1f1b", "ddp", "fsdp", *further("zb-h1")])
+def test_a_mean_over_labels_is_that_of_the_whole_minibatch(execute, scheme):
     """Microbatches have different numbers of labels; the first has none, and no loss."""
     script = """
-scheme, passes, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+scheme, size = sys.argv[1], 4
 def layers():
     torch.manual_seed(0)
     return [nn.Embedding(11, 8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 11)]
@@ -87,7 +59,7 @@ def loss(output, target):
 def numbers(loss, metrics):
     return [loss, metrics["accuracy"]]
 one, (first, *rest) = nn.Sequential(*layers()), layers()
-run = engine([first, nn.Sequential(*rest)], scheme, microbatches=4 // passes, accumulate=passes, canonical=True,
+run = engine([first, nn.Sequential(*rest)], scheme, microbatches=4, canonical=True,
              loss=loss, loss_weight=lambda target: (target != -100).sum(), verify=True,
              example=(tokens[4:8], labels[4:8]), optimizer=SGD, lr=0.1)
 loader, optimizer = run.loader(TensorDataset(tokens, labels), size), torch.optim.SGD(one.parameters(), 0.1)
@@ -107,7 +79,7 @@ torch.testing.assert_close(numbers(found.loss, found.metrics), [whole.item(), me
 assert found.samples == 30 and number == 1 and run.verify()
 run.close()
 """
-    done = execute(2, script, scheme, passes, 4)
+    done = execute(2, script, scheme)
     assert len(re.findall("by at most 0$", done.out, re.M)) == 3
 
 

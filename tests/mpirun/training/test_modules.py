@@ -117,6 +117,3 @@ with mpirun.Engine(sys.argv[1], stages, loss=mse_loss) as run:
         assert refused.startswith(
             "mpirun: stage 1 fails on the shapes it gets: RuntimeError: element 0 of tensors does not"
         )
-        assert refused.endswith(
-            "evaluations run without gradients: a forward may ask for them with torch.enable_grad()"
-        )

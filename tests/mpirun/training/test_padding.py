@@ -4,28 +4,6 @@ from __future__ import annotations
 
 import json
 
-LAST_FIRST = """
-import numpy as np
-from schedgen import F
-def w(s, b, d):
-    return s, s
-def n(s, b, d, *, stages):
-    return np.where(d == F, s - 2 * b * stages, 1000 - s - 2 * b * stages)
-"""
-
-
-def test_a_run_begins_with_a_batch_whose_first_read_microbatch_is_padding(tmp_path, execute):
-    """The example microbatch that the stages are tried on has samples; so the loss has its metrics."""
-    (file := tmp_path / "last_first.py").write_text(LAST_FIRST)
-    script = """
-def loss(output, target):
-    return mse_loss(output, target), {"largest": output.abs().max()}
-with engine(2, sys.argv[2], loss=loss, microbatches=4, example=None) as run:
-    for batch in run.loader(rows[:3], 2):
-        print(batch.samples, sorted(run.step(batch).metrics))
-"""
-    execute(2, script, tmp_path, file, out=["[2, 1, 0, 0] ['largest']"] * 2)
-
 
 def test_a_microbatch_of_padding_alone_changes_nothing_whatever_the_model_returns(execute):
     """Masked logits, whose sums are not finite, and complex numbers."""
@@ -89,7 +67,7 @@ evaluate, predict, found = mpirun.Engine.evaluate, mpirun.Engine.predict, {}
 for name, do, kind, samples, collate in [
     ("output", train, Flat, data, None), ("target", train, torch.nn.Linear, data, flat),
     ("evaluated", evaluate, Flat, data, None), ("predicted", predict, Flat, data, None),
-    ("numbers", predict, Mean, whole, None), ("a loss of padding", train, Mean, data, None),
+    ("a loss of padding", train, Mean, data, None),
     ("pairs", train, Pairs, data, None), ("pairs in a stream", train, Pairs, Stream(), None),
     ("no pairs padded", lambda *given: train(*given) and evaluate(*given).samples, Pairs, whole, None),
     ("target not used", lambda *given: len(predict(*given)), torch.nn.Linear, data, flat),
@@ -109,47 +87,18 @@ print(json.dumps(found))
     done = execute(1, script)
     has = "mpirun: the {} of a microbatch of 2 samples has shape {}, but the last step of an epoch is padded: "
     give = (
-        "give tensors with the samples in dimension 0 alone (expand over them what is not by sample), or the loader a "
-        'microbatch_size that divides them, or last="drop"'
+        "give tensors with the samples in dimension 0 alone (expand over them what is not by sample; compute means "
+        "over samples in loss=), or the loader another microbatch_size, such as one that divides the samples, or "
+        'last="drop"'
     )
     shapes = ("output", "(6, 4)"), ("target", "(6,)"), ("output", "()"), ("output", "(2, 2)")
     output, target, number, pairs = ([has.format(*shape) + give] for shape in shapes)
-    pairs[0] = pairs[0].replace(", but the", ", of which each dimension of 2 could be the samples, and the")
-    pairs[0] = pairs[0].replace(give, "take microbatches of another size, or of one that divides the samples, ")
-    pairs[0] += 'or last="drop"'
-    number[0] += ", or compute what is a mean over samples, such as output.loss, in loss=, from output.logits"
-    numbers = [
-        "mpirun: predict: outputs cannot be joined along dimension 0: zero-dimensional tensor (at position 0) cannot "
-        "be concatenated: take each of them with each="
-    ]
     assert json.loads(done.out) == {
         "output": [0, output], "target": [0, target], "evaluated": [0, output],
-        "predicted": [0, output], "numbers": [0, numbers], "a loss of padding": [0, number],
+        "predicted": [0, output], "a loss of padding": [0, number],
         "target not used": [0, 5], "none padded in part": [2, 18], "not so far": [0, 4], "pairs": [0, pairs],
         "pairs in a stream": [1, pairs], "no pairs padded": [2, 6],
     }  # fmt: skip
-
-
-def test_a_loss_in_the_output_of_a_split_is_refused_when_a_loader_is_made_that_pads(execute):
-    """As that of models of transformers which get labels: not after an epoch of training."""
-    script = """
-class Scored(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-    def forward(self, x, labels):
-        logits = self.last(self.first(x))
-        return {"loss": mse_loss(logits, labels), "logits": logits}
-items = [{"x": row, "labels": row} for row in x]
-cut = mpirun.split(Scored(), {"x": x[:2], "labels": x[:2]}, stages=2)
-with engine(cut, "1f1b", loss=lambda output, batch: output["loss"]) as run:
-    for batch in run.loader(items, 2):
-        run.step(batch)
-    run.loader(items[:5], 2)
-"""
-    done = execute(2, script, code=2)
-    assert "the output['loss'] of a microbatch of 2 samples has shape (), but the last step" in done.err
-    assert done.err.endswith(" what is a mean over samples, such as output.loss, in loss=, from output.logits\n")
 
 
 def test_padding_is_refused_where_each_microbatch_counts_alike(execute):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+from examples import further
+
 from schedgen.cli.main import main as schedgen
 
 # Layers that draw, statistics, an optimizer with state: a profile must change none of them, nor the script's modules.
@@ -44,7 +46,8 @@ for case in sys.argv[3:]:
     assert numbers == expected, case
     assert state.keys() == values.keys() and all(torch.equal(state[name], values[name]) for name in values), case
 """
-CASES = ["1f1b-example", "1f1b-loader", "fsdp-example", "pipedream-loader", "gpipe-split", "ddp-bare", "1f1b-model"]
+CASES = ["fsdp-example", "pipedream-loader", "gpipe-split", "1f1b-model"]
+CASES += further("1f1b-example", "1f1b-loader", "ddp-bare")
 
 
 def test_a_profile_changes_no_bit_of_what_follows_and_simulate_reads_it(execute, several, compiled, text, tmp_path):

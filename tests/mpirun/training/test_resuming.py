@@ -31,7 +31,8 @@ from mpirun.examples.mlp import tiny
 model = tiny(1)
 text = torch.frombuffer(bytearray(open(sys.argv[3], "rb").read()), dtype=torch.uint8)
 with mpirun.Engine(sys.argv[1], model) as run:
-    loader = run.loader(lambda step, microbatch, rng: model.batch(text, rng))
+    batches = [model.batch(text, np.random.default_rng([0, *divmod(k, 2)])) for k in range(6)]
+    loader = run.loader(batches, collate=lambda items: items[0])
     assert run.resume(sys.argv[2])
     print(run.step(next(iter(loader))).loss, run.steps)
 """
@@ -52,7 +53,7 @@ class Stream(IterableDataset):
 def weights(name):
     files = (folder / name).glob("*.safetensors")
     return {key: value.tolist() for file in files for key, value in load_file(file).items()}
-for kind, dataset in (("map", rows), ("stream", Stream()), ("function", lambda *_: (x[2:4], x[:2]))):
+for kind, dataset in (("map", rows), ("stream", Stream())):
     losses = []
     for part in ("whole", "exported", "saved"):
         with engine(2, example=(x[:2], x[:2]) if kind == "stream" else None) as run:
@@ -71,22 +72,6 @@ for kind, dataset in (("map", rows), ("stream", Stream()), ("function", lambda *
     assert len({*losses}) == 1 and weights(f"{kind}-whole") == weights(f"{kind}-exported") != {}
 """
     execute(2, script, tmp_path)
-
-
-def test_a_resumed_run_may_draw_other_weights_which_the_checkpoint_replaces(tmp_path, execute):
-    script = """
-found = []
-for seed in (0, 1 + rank):
-    torch.manual_seed(seed)
-    with engine([nn.Linear(4, 4), nn.Linear(4, 4)], "1f1b") as run:
-        loader = run.loader(rows)
-        if not run.resume(folder, data=loader):
-            run.step(next(iter(loader)))
-            run.save(folder, data=loader)
-        found.append(run.evaluate(loader).loss)
-assert found[0] == found[1], found
-"""
-    execute(2, script, tmp_path, err=[])
 
 
 # Trains so many steps from where a folder's checkpoints end, and saves.
@@ -199,22 +184,6 @@ goes_on(2, 4)
     assert "optimizers torch.optim.Muon and torch.optim.sgd.SGD" in done.out.splitlines()
     note = "mpirun: note: the optimizer leaves out 0.bias: this Engine does not train them"
     assert done.err.splitlines() == [note] * 3
-
-
-def test_a_scheduler_is_made_in_the_first_step_and_begins_with_lr(tmp_path, execute):
-    """So it may use what is made after the Engine."""
-    script = """
-from torch.optim.lr_scheduler import LinearLR
-with engine(2, "1f1b", optimizer=SGD, lr=0.5, scheduler=lambda made: LinearLR(made, 1.0, 0.0, len(loader))) as run:
-    loader = run.loader(rows, 2)
-    rates = [run.step(batch).lr for _ in range(2) for batch in loader]
-    run.save(folder, data=loader)
-with engine(2, "1f1b", optimizer=SGD, lr=0.5, scheduler=lambda made: LinearLR(made, 1.0, 0.0, 4)) as run:
-    run.resume(folder)
-    run.print(rates, run.step((x, x)).lr)
-"""
-    done = execute(2, script, tmp_path, err=[])
-    assert done.out.splitlines()[-1] == "[0.5, 0.25, 0.0, 0.0] 0.0"
 
 
 def test_a_checkpoint_of_a_larger_model_is_refused(tmp_path, execute):

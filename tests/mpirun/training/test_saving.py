@@ -104,31 +104,6 @@ for method in ("save", "export"):
     ]
 
 
-def test_names_are_those_of_the_working_directory_at_the_call_and_no_trace_overwrites_the_schedule(tmp_path, execute):
-    script = """
-before = os.getcwd()
-for name in ("here", "there"):
-    (folder / name).mkdir()
-(folder / "mine.py").write_text("def w(s, b, d): return s, s\\ndef n(s, b, d): return b\\n")
-os.chdir(folder)
-with engine(1, "mine.py") as run:
-    run.step((x, x))
-    os.chdir(folder / "here")
-    run.save("saved")
-    with run.trace("trace"):
-        run.step((x, x))
-        os.chdir(folder / "there")
-    assert (folder / "here" / "trace").exists()
-    assert refused(lambda: run.save("saved")) == 2
-    assert refused(lambda: run.trace("../mine.py").__enter__()) == 2
-os.chdir(before)
-assert steps("here/saved") == [1]
-"""
-    one = f"mpirun: save: this run saves to {tmp_path / 'here' / 'saved'}, and a run has one folder: export the best"
-    over = "would be overwritten, but it is read, too: give the output another name"
-    execute(1, script, tmp_path, err=[one, f"mpirun: {tmp_path}/there/../mine.py {over}"])
-
-
 def test_a_run_that_is_asked_to_leave_saves_as_it_did_last(tmp_path, execute):
     """Evaluations go on to their end; the next step leaves. One rank is asked."""
     script = """
@@ -163,9 +138,9 @@ def run_of(name, own):
         if not run.resume(folder / name):
             assert run.state == {}
             run.step((x, x))
-            run.state = {"names": [], "best": 0.0}
+            run.state.update({"names": [], "best": 0.0})
             run.save(folder / name, state=known)
-            run.state = {**run.state, "best": 2.5}
+            run.state["best"] = 2.5
             signal.raise_signal(signal.SIGTERM)
             assert refused(run.step, (x, x)) == 143
             files = [sorted(path.name for path in step.glob("*.pt")) for step in sorted((folder / name).glob("step-*"))]
@@ -186,29 +161,3 @@ def run_of(name, own):
     folder = tmp_path / "differ" / "step-00000002"
     differ = f"mpirun: {folder}: the states of its 2 ranks differ, and there are 1 ranks: resume with 2"
     assert alone.out.splitlines()[-1] == "same 2.5" and alone.err.splitlines()[-1] == differ, alone
-
-
-def test_checkpoints_have_the_tensors_of_which_a_module_saves_copies(tmp_path, execute):
-    script = """
-class Cloned(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 4)
-        self.register_buffer("mean", torch.zeros(4))
-    def forward(self, x):
-        self.mean.lerp_(x.detach().mean(0), 0.5)
-        return super().forward(x - self.mean.clone())
-    def state_dict(self, **options):
-        return {name: x.clone() for name, x in super().state_dict(**options).items()}
-def losses(*parts):
-    torch.manual_seed(0)
-    net = Cloned()
-    for count in parts:
-        with engine([net], example=(x[:4], x[:4])) as run:
-            run.resume(folder / str(parts))
-            while run.steps < count:
-                loss = run.step((x + run.steps, x)).loss
-            run.save(folder / str(parts))
-    return loss
-assert losses(2) == losses(1, 2)
-"""
-    execute(1, script, tmp_path)

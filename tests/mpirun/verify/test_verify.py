@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from mpirun.verify.compare import compare, directionless, same_bits
-from mpirun.verify.record import Parameters, Record
+from mpirun.verify.record import Parameters, Record, compare, directionless, same_bits
 
 LIMIT = 1e-5
 START = {(stage, name): torch.full((64,), 0.5) for stage in range(2) for name in ("weight", "bias")}

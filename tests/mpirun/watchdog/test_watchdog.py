@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
-import os
 import signal
 import socket
 import subprocess
@@ -19,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from mpirun.watchdog import DONE, FAILED, IN_SCRIPT, NOTHING, PHASE, ROW, STEP, TRAINING, WAIT, WORDS
+from mpirun.watchdog import FAILED, IN_SCRIPT, NOTHING, PHASE, ROW, STEP, TRAINING, WAIT, WORDS
 from mpirun.watchdog.hang_report import explain_hang
 from mpirun.watchdog.process import REPORT
 from mpirun.watchdog.rank_side import COMMAND
@@ -216,17 +215,6 @@ def test_a_host_that_cannot_be_reached_ends_the_run_on_both_sides(hosts):
     assert [line.split(":")[0] for line in said.splitlines()[1:]] == ["  rank 0 on a", "  rank 1 on a"]
     b.watchdog.send_signal(signal.SIGCONT)
     b.ended(20)
-
-
-@scenario
-def test_ranks_that_are_done_leave_in_peace(hosts):
-    a, b = hosts(limit=100)
-    for host in (a, b):
-        for k in (0, 1):
-            host.show(k, DONE, 9, -1, NOTHING)
-    for one in (*a.ranks, *b.ranks):
-        os.kill(one.pid, signal.SIGTERM)
-    assert (a.ended(10), b.ended(10)) == ("", "")
 
 
 @scenario

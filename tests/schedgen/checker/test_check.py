@@ -236,9 +236,3 @@ def test_a_header_that_cannot_be_is_refused(key, change, words, golden, run, ref
     path = tmp_path / "file.json"
     path.write_text(json.dumps({**file, key: change(file[key])}))
     assert words in refused(run("seal", path), 1)
-
-
-def test_keys_of_the_lowering_have_one_order(golden, run, refused, tmp_path):
-    path = tmp_path / "file.json"
-    path.write_text(golden["1f1b"].replace('"weight_slots": 2, "fan_out": 2', '"fan_out": 2, "weight_slots": 2'))
-    assert "not in canonical form" in refused(run("check", path), 1)

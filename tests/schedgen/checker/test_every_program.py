@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from drawn_programs import programs
 from edited_programs import comes_back, refused_less_or_twice, runs_with, taken
-from examples import examples
+from examples import examples, further
 from hypothesis import Phase, assume, event, given, settings
 from mutants import mutant
+from reference_machine import CannotExecute
 from slow_memory_plan import hold, peaks_of_timeline, random_bytes
 
 import schedgen.checker
@@ -28,7 +29,6 @@ from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
-from schedgen.ir.reference_machine import CannotExecute
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.util.errors import RefusedFile
@@ -218,10 +218,13 @@ DAMAGES = [
     (3, one_less(Op.SEND), (), ()),
     (5, one_less(Op.STEP), (), ("forward", "versions")),
     (5, a_tie_less, ("tied",), ("forward",)),
-    (5, a_tie_twice, ("tied",), ("forward",)),
-    (5, a_tie_before_one_of_its_sums, ("tied",), ("forward",)),
-    (5, a_tie_behind_norm, ("tied",), ("forward",)),
-    (6, a_tie_less_of_several, ("tied",), ("forward",)),
+    *further(
+        (5, a_tie_twice, ("tied",), ("forward",)),
+        (5, a_tie_before_one_of_its_sums, ("tied",), ("forward",)),
+        (5, a_tie_behind_norm, ("tied",), ("forward",)),
+        (6, a_tie_less_of_several, ("tied",), ("forward",)),
+        (7, one_less(Op.RELOAD), ("offload",), ()),
+    ),
     (6, a_norm_less_of_several, (), ("forward", "versions")),
     (7, one_less(Op.FREE), (), ("versions",)),
     (7, one_less(Op.FREE, kinds=(Kind.SAVED,)), ("offload",), ()),

@@ -9,6 +9,7 @@ import pytest
 from examples import examples
 from in_order import CARRIERS, assigned, outcomes, shuffled
 from processes import ROOT
+from torch_schedules import deferred_receives
 
 from schedgen.checker import check, check_but_waits
 from schedgen.checker.deadlock import rule_4
@@ -81,14 +82,7 @@ def said(capsys, *words: object) -> tuple[int, str, str]:
 @pytest.fixture
 def deferred(tmp_path: Path) -> Path:
     """The list of pytorch 172668 with every RECV directly before its job, as the thread's patch had it."""
-    lists = [line.split(",") for line in LIST.read_text().splitlines()]
-    for cells in lists:
-        for recv in [cell for cell in cells if "RECV_" in cell]:
-            cells.remove(recv)
-            cells.insert(cells.index(recv.replace("RECV_", "")), recv)
-    path = tmp_path / "deferred.csv"
-    path.write_text("\n".join(",".join(cells) for cells in lists) + "\n")
-    return path
+    return deferred_receives(LIST, tmp_path / "deferred.csv")
 
 
 def test_the_list_of_pytorch_172668_hangs_as_reported_and_is_repaired(deferred, tmp_path, capsys):

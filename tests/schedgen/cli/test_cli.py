@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -15,10 +14,6 @@ import sys
 
 import pytest
 from examples import further
-
-from schedgen import __version__
-from schedgen.__main__ import main
-from schedgen.schemes import SCHEMES
 
 GOOD = {"scheme": "gpipe", "--stages": "4", "--microbatches": "8", "-o": "-"}
 
@@ -79,26 +74,14 @@ def test_help_of_every_command_has_an_example_that_runs(commands, files, run, mo
         assert (done.code, done.err) == (0, ""), words
 
 
-def test_version_says_which(run):
-    assert run("--version") == (0, f"schedgen {__version__}\n", "")
-
-
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("1f1", "1f1b"), ("zbv", "zb-v"), ("interleaved", "interleaved-zb"), ("gpipes", "gpipe"), ("xyz", None)],
+    [("1f1", "1f1b"), ("zbv", "zb-v"), ("xyz", None)],
 )
 def test_an_unknown_scheme_is_told_what_is_near(name, near, run, refused):
     said = refused(run(*command_line(scheme=name)), 2)
     assert ".py or .csv" in said and said.partition("; did you mean ")[2] == (f"{near}?" if near else "")
     assert ("1f1b-rr" in said) == (near is None)  # else the list of all
-
-
-def test_schemes_lists_all_with_their_formula(run):
-    result = run("schemes")
-    assert (result.code, result.err) == (0, "")
-    headings = [line.split()[0] for line in result.out.splitlines() if line[:1].strip()]
-    assert headings[:-1] == list(SCHEMES)
-    assert result.out.count("w(s, b, d) = ") == len(SCHEMES)
 
 
 @pytest.mark.parametrize(
@@ -131,42 +114,6 @@ def test_wrong_usage_is_one_sentence(arguments, words, run, refused):
     assert words in refused(run(*arguments), 2)
 
 
-HELD = "import numpy as np\nprint('loaded')\ndef w(s, b, d):\n    print('placed')\n    return s, s\n"
-
-
-def test_what_a_scheme_s_file_prints_is_not_in_the_schedule(run, tmp_path):
-    path = tmp_path / "talks.py"
-    path.write_text(HELD + "def n(s, b, d):\n    print('ordered')\n    return b\n")
-    compiled = run("compile", path, "--stages", 2, "--microbatches", 2, "-o", "-")
-    assert compiled.code == 0 and compiled.out.startswith("{")
-    assert "loaded" in compiled.err and "ordered" in compiled.err
-
-
-def test_search_notes_once_that_w_and_n_are_slow(run, tmp_path):
-    path = tmp_path / "slow.py"
-    path.write_text("def w(s, b, d):\n    return (0, 0) if s < 1 else (1, 1)\ndef n(s, b, d):\n    return max(b, 0)\n")
-    found = run("search", path, "--stages", 2, "--microbatches", 2, "--budget", 1)
-    assert found.code == 0
-    notes = [line.split(" takes no arrays ")[0] for line in found.err.splitlines()]
-    assert notes == ["schedgen: note: w", "schedgen: note: n"]
-
-
-def test_a_warning_of_a_users_w_is_issued(run, tmp_path):
-    path = tmp_path / "warns.py"
-    path.write_text("import warnings\ndef w(s, b, d):\n    warnings.warn('mine')\n    return s, s\nn = max")
-    with pytest.warns(UserWarning, match="mine"):
-        assert run("compile", path, "--stages", 2, "--microbatches", 2, "-o", tmp_path / "made.json").code == 0
-
-
-@pytest.mark.parametrize("fourth", ["k", "t"])
-def test_search_splits_the_backwards_of_a_w_with_a_fourth_argument(fourth, run, tmp_path):
-    path = tmp_path / "parts.py"
-    path.write_text(f"def w(s, b, d, {fourth}): return s + 0 * {fourth}, s\ndef n(s, b, d): return b\n")
-    sizes = ("--stages", 2, "--microbatches", 2, "--cost", "F=1,I=1,W=1", "--budget", 1)
-    assert run("search", path, *sizes, "-o", tmp_path / "found.json").code == 0
-    assert run("check", tmp_path / "found.json").code == 0
-
-
 def test_an_empty_name_is_no_file(files, run, refused):
     """An unset variable of the shell gives an empty name; the command would go on as if the option were not there."""
     schedule, sizes = files["gpipe"], ("--stages", 2, "--microbatches", 2)
@@ -179,14 +126,6 @@ def test_an_empty_name_is_no_file(files, run, refused):
         ("FILE", ("seal",)),
     ):
         assert refused(run(*command, ""), 2) == f"schedgen: {name} names no file: it is empty"
-
-
-def test_orders_that_are_fixed_are_refused(run, refused, tmp_path):
-    sizes = ("--stages", 2, "--microbatches", 2)
-    assert "there is no scheme" in refused(run("search", tmp_path / "a.csv", *sizes), 2)
-    (tmp_path / "forwards.json").write_text('{"F": [1, 2]}')
-    message = refused(run("plan", tmp_path / "forwards.json", "--workers", 2, "--microbatches", 3), 1)
-    assert "a plan needs backwards" in message
 
 
 def test_check_prints_a_line_a_file_and_stops_at_the_first_bad_one(files, run, tmp_path):
@@ -255,23 +194,6 @@ def test_a_full_disk_names_the_file_and_leaves_no_part_of_it(files, run, refused
     assert refused(run("simulate", files["1f1b"], "--trace", "/dev/full"), 1).startswith("schedgen: /dev/full: ")
 
 
-def test_output_follows_a_link(files, run, tmp_path):
-    link = tmp_path / "link.json"
-    link.symlink_to(files["ddp"])
-    assert run(*command_line(**{"-o": str(link)})).code == 0
-    assert link.is_symlink() and files["ddp"].read_bytes() == files["gpipe"].read_bytes()
-
-
-def test_a_write_protected_file_is_not_replaced(files, process):
-    """Root may write to it, but not without capability 1, as here."""
-    files["ddp"].chmod(0o444)
-    before = files["ddp"].read_bytes()
-    compiling = command_line(**{"-o": "ddp.json"})
-    ended = process(*compiling, preexec_fn=lambda: ctypes.CDLL(None).prctl(24, 1))  # PR_CAPBSET_DROP
-    assert (ended.returncode, ended.stderr) == (1, b"schedgen: ddp.json: Permission denied\n")
-    assert files["ddp"].read_bytes() == before
-
-
 def test_search_and_plan_refuse_an_output_before_their_work(run, refused, tmp_path):
     (tmp_path / "costs.json").write_text('{"F": [1, 2], "B": [2, 4], "beta": 1}')
     for words in (("search", "1f1b", "--stages", 2), ("plan", tmp_path / "costs.json", "--workers", 2)):
@@ -303,7 +225,7 @@ def test_standard_streams_make_a_pipe(process, run, tmp_path):
 
 
 def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
-    compiling = [sys.executable, "-m", "schedgen", *command_line(**{"--microbatches": "1000"})]
+    compiling = [sys.executable, "-m", "schedgen", *command_line(**{"--microbatches": "300"})]
     first = subprocess.Popen(compiling, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     first.stdout.readline()
     first.stdout.close()
@@ -312,36 +234,15 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
     assert first.wait() == 1
 
 
-@pytest.mark.parametrize("name", ["-", "/dev/stdout"])
+@pytest.mark.parametrize("name", ["-", *further("/dev/stdout")])
 def test_what_goes_to_standard_output_is_there_alone(name, process, files, run, tmp_path):
     (tmp_path / "costs.json").write_text('{"F": [1, 2, 1, 1], "B": [2, 4, 2, 2]}')
     sizes = ("--stages", 4, "--microbatches", 4)
     plan = ("plan", "costs.json", "--workers", 2, "--microbatches", 2, "--bandwidth", 1e9)
-    quick = (*plan, "--partition-only")
-    slow = ((*plan, "--schemes", "1f1b"), ("search", "1f1b", *sizes, "--budget", 1))
-    for command in (quick, *slow) if name == "-" else (quick, *further(*slow)):
+    for command in ((*plan, "--schemes", "1f1b"), *further(("search", "1f1b", *sizes, "--budget", 1))):
         (tmp_path / "printed").write_bytes(process(*command, "-o", name).stdout)
         assert run("check", tmp_path / "printed").code == 0
     assert json.loads(process("simulate", "1f1b.json", "--trace", name).stdout)["traceEvents"]
-
-
-def test_an_interrupt_while_modules_are_imported_is_one_line(capsys, monkeypatch):
-    class Interrupting:
-        def find_spec(self, name, path=None, target=None):
-            if name == "schedgen.cli.main":
-                raise KeyboardInterrupt
-
-    monkeypatch.delitem(sys.modules, "schedgen.cli.main")
-    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
-    assert main() == 130
-    assert capsys.readouterr().err == "schedgen: interrupted\n"
-
-
-def test_diff_between_a_file_and_standard_input(process, files):
-    same = process("diff", "gpipe.json", "-", stdin=files["gpipe"].read_bytes())
-    assert (same.returncode, same.stdout, same.stderr) == (0, b"", b"")
-    twice = process("diff", "-", "-", stdin=files["gpipe"].read_bytes())
-    assert (twice.returncode, twice.stderr) == (2, b"schedgen: - is standard input, which can be read only once\n")
 
 
 def test_no_command_writes_over_a_file_that_it_reads(files, run, refused, graph_file, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import functools
 
 import fuzz
 import pytest
-from examples import examples
+from examples import examples, further
 from hypothesis import HealthCheck, Phase, given, settings
 
 import schedgen.checker
@@ -62,10 +62,12 @@ def a_hash_that_is_not_compared(patch):
 @pytest.mark.parametrize(
     ("plant", "words"),
     [
-        (a_size_that_is_believed, "too much memory|not what writing makes"),
-        (a_search_without_end, "no answer"),
-        (an_error_in_the_words_of_the_file, "not one sentence"),
         (a_hash_that_is_not_compared, "a file with the wrong hash is accepted"),
+        *further(
+            (a_size_that_is_believed, "too much memory|not what writing makes"),
+            (a_search_without_end, "no answer"),
+            (an_error_in_the_words_of_the_file, "not one sentence"),
+        ),
     ],
 )
 def test_a_planted_bug_is_found(plant, words, place, monkeypatch):

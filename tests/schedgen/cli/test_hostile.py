@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import schedgen.util.jit
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.report.diff import diff
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.machine import Machine
@@ -22,11 +20,6 @@ from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import clip
 
 VGG16 = Path(__file__).parents[2] / "data" / "vgg16.txt"
-
-
-def compiled(name, *sizes, **options):
-    sizes = Sizes(*sizes)
-    return compile(load(name, sizes), sizes, Options(**options))
 
 
 def star(producers, descending):
@@ -82,14 +75,6 @@ def test_forwards_that_a_limit_holds_back_take_less_than_squared_time(cap, memor
     assert work(160) < 5 * work(40)
 
 
-def test_the_difference_of_schedules_in_another_order_takes_less_than_squared_time():
-    def work(microbatches):
-        a, b = (compiled(name, 2, microbatches) for name in ("gpipe", "1f1b"))
-        return steps(lambda: diff(a, b, "a", "b"))
-
-    assert work(200) < 6 * work(50)
-
-
 @pytest.mark.parametrize("command", [("seal", "/dev/zero"), ("stats", "{}", "--profile", "/dev/zero"),
                                      ("simulate", "{}", "--measured", "/dev/zero")], ids=" ".join)  # fmt: skip
 def test_a_file_without_end_is_refused(command, run, refused, tmp_path):
@@ -125,12 +110,6 @@ def test_large_numbers_are_refused_before_anything_is_made_of_them(command, word
         assert words in refused(run(*command.format(vgg16=VGG16).split(), *output), 2)
 
 
-def test_half_a_backward_is_refused(file, run, refused, tmp_path):
-    profile = tmp_path / "profile.json"
-    profile.write_text('{"F": 1, "B": 3, "I": 1}')
-    assert "two halves, I and W, and only I is given" in refused(run("stats", file, "--profile", profile), 1)
-
-
 def test_an_entry_that_stands_twice_is_refused(file, run, refused, tmp_path):
     """Python's json takes the last one, and would silently drop the other."""
     twice = tmp_path / "twice.json"
@@ -148,32 +127,10 @@ def test_an_entry_that_stands_twice_is_refused(file, run, refused, tmp_path):
     assert f"{twice}: not JSON: an object has 'op' twice" in refused(run("seal", twice), 1)
 
 
-def test_layers_whose_sizes_add_up_to_no_number_are_refused(run, refused, tmp_path):
-    profile = tmp_path / "profile.json"
-    profile.write_text(json.dumps({"F": [1] * 16, "B": [2] * 16, "weight": 9e17}))
-    message = refused(run("plan", profile, "--workers", 1, "--bandwidth", 1, "--microbatches", 2), 2)
-    assert message == "schedgen: sizes of 1.44e+19 bytes are too large"
-
-
 def test_costs_that_stats_would_not_take_are_refused_by_check(file, run, refused):
     file.write_text(file.read_text().replace('"F": 1,', '"F": 10000000,'))
     for command in ("check", "stats", "simulate"):
         assert "a million times as long as the shortest" in refused(run(command, file), 1)
-
-
-@pytest.mark.parametrize("times", [{"dur": 0}, {"ts": 0, "dur": 0}], ids=["at times", "at once"])
-def test_a_trace_in_which_jobs_take_no_time_is_refused(times, file, run, refused, tmp_path):
-    trace = tmp_path / "trace.json"
-    run("simulate", file, "--trace", trace)
-    events = json.loads(trace.read_text())
-    for event in events["traceEvents"]:
-        if event["ph"] == "X":
-            event.update(times, args={"instruction": event["args"]["instruction"], "wait": 0})
-    trace.write_text(json.dumps(events))
-    cost = ("--cost", "F=1,I=1,W=1")
-    for command in (("stats",), ("simulate",), ("simulate", *cost), ("draw", *cost), ("draw", *cost, "-o", "a.svg")):
-        message = refused(run(*command, file, "--measured", trace), 1)
-        assert message == f"schedgen: {trace}: the jobs of the trace take no time"
 
 
 @pytest.mark.parametrize("text", ["\x1b[2J", " " * 200 + "\0", "a" * 79 + "\n", "\ud800" * 10**6, "a" * 81])

@@ -83,7 +83,7 @@ def test_another_bandwidth_keeps_devices_and_alphas(run, tmp_path):
 def test_plan_and_search_keep_to_the_devices_memory(run, refused, tmp_path):
     profile, machine = tmp_path / "profile.json", written(tmp_path, {**TWO_HOSTS, "memory": [1e3, 1e3, 1e3, 900]})
     profile.write_text(json.dumps({"F": [1] * 4, "B": [2] * 4, "saved": 100, "activation": 10, "weight": 10}))
-    plan = ("plan", profile, "--workers", 4, "--microbatches", 8, "--machine", machine, "--json")
+    plan = ("plan", profile, "--workers", 4, "--microbatches", 8, "--machine", machine, "--schemes", "1f1b", "--json")
     assert max(row["peak_bytes"] for row in json.loads(run(*plan).out)["schedules"]) <= 900
     small = written(tmp_path, {**TWO_HOSTS, "memory": 100})
     sizes = ("--stages", 4, "--microbatches", 4, "--cost", "F=1,B=2", "--saved", 100)
@@ -93,17 +93,26 @@ def test_plan_and_search_keep_to_the_devices_memory(run, refused, tmp_path):
 @pytest.mark.parametrize(
     ("machine", "words"),
     [
-        ("[]", "a machine should be an object with a list of levels"),
-        ({"levels": []}, "a machine should be an object with a list of levels"),
-        ({"levels": [HOST], "hosts": 2}, "a machine has levels, speed, memory, host, but no 'hosts'"),
-        ({"levels": [{**HOST, "latency": 1}]}, "level 0: has name, devices, alpha, beta, card, but no 'latency'"),
-        ({"levels": [{**HOST, "beta": -1}]}, "level 0: beta should be a time of at least 0"),
-        ({"levels": [{**HOST, "alpha": [[1, 2]]}]}, "level 0: alpha should be a time of at least 0, or a list of"),
-        ({"levels": [{"name": "host", "alpha": 0}]}, "level 0: beta should be a time of at least 0"),
-        ({"levels": [{**HOST, "devices": 10**9}]}, "level 0: devices should be a number from 1 to 1048576"),
+        ("[]", "a machine is an object with a list of levels"),
+        ({"levels": []}, "a machine is an object with a list of levels"),
+        (
+            {"levels": [HOST], "hosts": 2},
+            "a list of levels and perhaps speed, memory, host",
+        ),
+        (
+            {"levels": [{**HOST, "latency": 1}]},
+            'level 0: should be {"name": text, "devices": number or list, ',
+        ),
+        ({"levels": [{**HOST, "beta": -1}]}, 'level 0: should be {"name": text, '),
+        ({"levels": [{**HOST, "alpha": [[1, 2]]}]}, 'level 0: should be {"name": text, '),
+        ({"levels": [{"name": "host", "alpha": 0}]}, 'level 0: should be {"name": text, '),
+        ({"levels": [{**HOST, "devices": 10**9}]}, "with times of at least 0 and up to 1048576 devices"),
         ({"levels": [{**HOST, "card": 1}]}, "level 0: the innermost level has no card"),
         ({"levels": [{"name": "host", "alpha": 0, "beta": 0}, NETWORK]}, "level 0: devices is missing"),
-        ({"levels": [HOST, {**NETWORK, "devices": 3}]}, "the groups of level 'network' divide some of level 'host'"),
+        (
+            {"levels": [HOST, {**NETWORK, "devices": 3}, {**NETWORK, "name": "racks"}]},
+            "the groups of level 'network' divide some of level 'host'",
+        ),
         ({"levels": [HOST, {**NETWORK, "devices": 2}]}, "no message uses level 'network'"),
         ({"levels": [{**HOST, "devices": [2]}]}, "the machine has 2 devices, but there are 4 workers"),
         ({**TWO_HOSTS, "speed": [1, 1]}, "the numbers of devices differ: 4 by level 'host', 2 by speed"),

@@ -9,12 +9,11 @@ from drawn_programs import programs
 from edited_programs import comes_back, runs_with, written
 from examples import examples
 from hypothesis import given, settings
+from reference_machine import CannotExecute, execute
 
-from schedgen import Options, Sizes, check, compile, forward_list, read, stats
+from schedgen import Options, Sizes, check, compile, forward_list, read
 from schedgen.ir.instructions import FORWARD_OPS, Op
-from schedgen.ir.reference_machine import CannotExecute, execute
 from schedgen.schemes import SCHEMES, load
-from schedgen.schemes.user_file import load_file
 
 
 def both(scheme, sizes, **options):
@@ -69,44 +68,6 @@ def test_an_output_is_freed_where_the_loss_has_been_read():
     memory = check(program)
     assert memory.saved.max() == 0
     assert memory.activation.tolist() == check(forward_list(one_f_one_b(16))).activation.tolist() == [3, 6, 6, 4]
-
-
-def test_forwards_of_forwards_are_the_same():
-    program = forward_list(one_f_one_b(2))
-    assert forward_list(program) is program
-
-
-def test_a_schedule_edited_by_hand_keeps_its_order(run, judge):
-    file = json.loads(run("compile", "gpipe", "--stages", 4, "--microbatches", 4, "-o", "-").out)
-    first = file["programs"][3]
-    a, b = [i for i, item in enumerate(first) if item["op"] == "FWD"][:2]
-    x, y = [i for i, item in enumerate(first) if item["op"] == "RECV" and item["buf"].startswith("x")][:2]
-    assert x < y < a < b  # both are received before the first
-    first[a]["mb"], first[b]["mb"] = 1, 0
-    for item in first[a:]:
-        if item["op"] == "FREE" and item["buf"] in ("x.3.0", "x.3.1"):
-            item["buf"] = "x.3.1" if item["buf"] == "x.3.0" else "x.3.0"
-    result, path = judge(file)
-    assert result.code == 0, result
-    program, _ = read(io.BytesIO(path.read_bytes()), "edited")
-    assert forwards_of(forward_list(program)) == forwards_of(program)
-
-
-def test_owners_of_the_backwards_alone_stay_owners(tmp_path):
-    path = tmp_path / "far.py"
-    path.write_text("def w(s, b, d):\n    return (s + d) % 3, s % 3\n\n\ndef n(s, b, d):\n    return b\n")
-    sizes = Sizes(3, 2, 3)
-    for program in both(load_file(path, sizes, 1), sizes):
-        assert program.header.owners == ((0, 1), (1, 2), (0, 2))
-        runs_with(check(program), program)
-        comes_back(program)
-
-
-def test_greedy_orders_forwards_anew():
-    sizes = Sizes(8, 8, 4)
-    listed, compiled = both(load("breadth-first", sizes), sizes)
-    assert stats(compiled)["latency"] <= stats(listed)["latency"]
-    assert (compiled.header.mode, listed.header.mode) == ("greedy", "strict")
 
 
 # What is refused
@@ -169,11 +130,6 @@ def test_options_of_training_are_refused(run, refused, options, reason):
     assert reason in refused(result, 2)
 
 
-def test_costs_of_forwards_alone_train_nothing(run, refused):
-    result = run("compile", "1f1b", "--stages", 2, "--microbatches", 2, "--cost", "F=1", "-o", "-")
-    assert "--cost must give F and B, or F, I and W" in refused(result, 2)
-
-
 # Commands that read schedules read these lists
 
 
@@ -187,7 +143,7 @@ def path(run, tmp_path):
 
 def test_stats_have_no_nonsense(run, path):
     numbers = json.loads(run("stats", path, "--json").out)
-    assert set(numbers["bounds"]) == {"work", "critical_path", "way"} and max(numbers["bounds"].values()) <= 8
+    assert set(numbers["bounds"]) == {"work", "critical_path", "ends"} and max(numbers["bounds"].values()) <= 8
     assert 0 <= numbers["gap"] < 1
     assert numbers["latency"] == 8
     assert "nan" not in run("stats", path).out
@@ -203,25 +159,3 @@ def test_stats_have_no_nonsense(run, path):
 def test_other_commands_know_it(run, path, tmp_path, command):
     result = run(*command.replace("PATH", str(path)).replace("OUT", str(tmp_path / "out")).split())
     assert result.code == 0 and "nan" not in result.out, result
-
-
-def test_a_rank_may_have_nothing_to_do(run, tmp_path):
-    scheme, path, trace = (tmp_path / name for name in ("idle.py", "idle.json", "trace.json"))
-    scheme.write_text("def w(s, b, d):\n    return s % 2, s % 2\n\n\ndef n(s, b, d):\n    return b\n")
-    options = ("--stages", 2, "--microbatches", 1, "--workers", 4, "--forward", "-o", path)
-    assert run("compile", scheme, *options) == (0, "", "")
-    assert run("check", path).code == 0
-    assert run("draw", path, "-o", tmp_path / "idle.svg").code == 0
-    assert "Time: busy 25.0%, warm-up 12.5%, cool-down 62.5%." in " ".join(run("draw", path).out.split())
-    assert run("simulate", path, "--trace", trace).code == 0
-    numbers = json.loads(run("stats", path, "--measured", trace, "--json").out)
-    assert [worker["busy"] * 1e6 for worker in numbers["workers"]] == pytest.approx([1, 1, 0, 0])
-    assert numbers["bubble"] == pytest.approx(0.75)
-    assert run("simulate", path, "--measured", trace).code == 0
-
-
-def test_it_differs_from_training(run, path, tmp_path):
-    run("compile", "fsdp", "--stages", 4, "--microbatches", 4, "--workers", 2, "-o", tmp_path / "training.json")
-    assert run("diff", path, path).code == 0
-    result = run("diff", path, tmp_path / "training.json")
-    assert (result.code, result.err) == (1, "")

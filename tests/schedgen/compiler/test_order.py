@@ -145,37 +145,6 @@ def test_every_worker_runs_the_textbook_list(scheme, S):
             assert compute_order(program, s) == textbook(scheme, S, batches, s), f"B={batches}, worker {s}"
 
 
-def in_flight(jobs, s, worker):
-    """The most microbatches of stage s that `worker` has begun and whose backward has not ended."""
-    microbatches = [b for b in range(jobs.case.sizes.microbatches) if jobs.case.compute[F, s, b] == worker]
-    times = [(jobs.end[B, s, b], -1) for b in microbatches] + [(jobs.start[F, s, b], 1) for b in microbatches]
-    return max(itertools.accumulate(change for _, change in sorted(times)), default=0)
-
-
-@given(st.data())
-@settings(max_examples=examples(200))
-def test_a_cap_holds_and_a_chain_always_finishes(cases, data):
-    case = data.draw(cases)
-    S = case.sizes.stages
-    case = case._replace(edges=chain(S))
-    caps = data.draw(st.lists(st.integers(1, 3), min_size=S, max_size=S))
-    jobs = ordered(greedy, case, case.n, caps)
-    assert (jobs.start >= jobs.ready).all()
-    for s, worker in itertools.product(range(S), range(case.sizes.workers)):
-        assert in_flight(jobs, s, worker) <= caps[s]
-
-
-def test_a_microbatch_is_in_flight_until_its_backward_has_ended():
-    # Stage 1 runs forwards on worker 1 and backwards on worker 0. F(1, 1) gets its input at 2, just when B(1, 0)
-    # starts: with cap(1) = 1 it has to wait until that backward ends, at 2 + B = 6.
-    compute = np.zeros((2, 2, 3), np.int32)
-    compute[F] = [[2, 2, 3], [1, 1, 1]]
-    jobs = job_graph(StageGraph(2, chain(2)), 3, 2)
-    start = greedy(jobs, compute.ravel(), np.arange(12), np.repeat([1.0, 4.0], 6), [3, 1]).reshape(2, 2, 3)
-    assert start[F, 0, 1] + 1 == start[B, 1, 0] == 2
-    assert start[F, 1, 1] >= 2 + 4
-
-
 def slowly(graph, worker, n, length, caps, memory, redone):
     """`greedy`, one unit of time after another, every job tried; inf: never started."""
     start, forwards = np.full(len(worker), np.inf), graph.stages * graph.microbatches
@@ -220,35 +189,6 @@ def test_with_limits_greedy_takes_the_smallest_n_that_they_let_through(cases, da
         assert (greedy(*given) == expected).all()
 
 
-@given(st.data())
-def test_a_cap_nobody_reaches_changes_nothing(cases, data):
-    case = data.draw(cases)
-    caps = [case.sizes.microbatches] * case.sizes.stages
-    assert (ordered(greedy, case, case.n, caps).start == ordered(greedy, case, case.n).start).all()
-
-
-def test_a_cap_of_s_minus_the_stage_gives_greedy_the_memory_of_1f1b():
-    # 1F1B's peaks, S - s [PipeDream, section 3.2], at S = 4, B = 8.
-    sizes = Sizes(4, 8)
-    scheme = load("gpipe", sizes)._replace(cap=lambda s: 4 - s)
-    program = compile(scheme, sizes, Options(mode="greedy", n="depth-first"))
-    flights = []
-    for s in range(4):
-        steps = itertools.accumulate({"F": 1, "B": -1}[name] for name, _ in compute_order(program, s))
-        flights.append(max(steps))
-    assert flights == [4, 3, 2, 1]
-
-
-@pytest.mark.parametrize(
-    ("redone", "limit", "latency"),
-    [(range(4), None, 41), (range(4), 1, 41), ([0, (1, 2), (2, 1), (2, 2), (3, 7)], 1, 76)],
-)
-def test_forwards_that_are_redone_take_one_place_together(redone, limit, latency):
-    sizes = Sizes(4, 8)
-    numbers = stats(compile(load("gpipe", sizes), sizes, Options(mode="greedy", recompute=redone, memory_limit=limit)))
-    assert (numbers["latency"], numbers["peak_activations"]) == (latency, 1)
-
-
 def refusal(mode, n, w=lambda s, b, d: (s, s), stages=2, **more):
     scheme = Scheme("mine", None, w, n, "mine", mode, **more)
     with pytest.raises(UsageError) as caught:
@@ -276,21 +216,6 @@ def test_an_n_that_deadlocks_names_the_jobs_that_wait_for_each_other():
     message = refusal("strict", lambda s, b, d: 2 * b - d + 0 * s)
     assert message.startswith("n stops the schedule: ")
     assert "B(0, 0) on worker 0 waits for F(0, 0)" in message and "F(0, 0) on worker 0 waits for B(0, 0)" in message
-
-
-def test_two_workers_that_wait_for_each_other_are_both_named():
-    # Worker 0 keeps the input of stage 1 back, F(0, 1), for B(0, 0); worker 1 wants F(1, 1) first.
-    order = {0: ["F0", "B0", "F1", "B1"], 1: ["F1", "B1", "F0", "B0"]}
-    message = refusal("strict", lambda s, b, d: order[s].index("FB"[d] + str(b)))
-    for words in ("on worker 0 waits for", "on worker 1 waits for", "F(0, 1)", "F(1, 0)"):
-        assert words in message
-
-
-def test_a_long_cycle_is_named_by_its_first_jobs_and_the_last():
-    order = {0: "F0 B0 F1 B1", 19: "F1 B1 F0 B0"}
-    message = refusal("strict", lambda s, b, d: order.get(int(s), "F0 F1 B0 B1").index("FB"[d] + str(b)), stages=20)
-    assert message.count(" waits for ") == 8
-    assert message.endswith(" waits for B(6, 0), 34 more, and F(1, 1) on worker 1 waits for F(0, 1)")
 
 
 def test_a_cap_that_deadlocks_names_the_jobs_that_wait_for_each_other():

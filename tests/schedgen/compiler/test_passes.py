@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from importlib import import_module
 
 import hypothesis.strategies as st
 import numpy as np
@@ -12,15 +11,11 @@ import pytest
 from hypothesis import given
 
 from schedgen.checker import check
-from schedgen.compiler.compile import compile
 from schedgen.compiler.lower import emit_jobs, header_of
-from schedgen.compiler.options import Options
 from schedgen.compiler.passes import PIPELINE
 from schedgen.compiler.place import place
 from schedgen.compiler.refine import refine
 from schedgen.ir.instructions import COMPUTE, B, F, Kind, Op
-from schedgen.schemes import load
-from schedgen.schemes.scheme import Sizes
 
 
 @given(st.data())
@@ -103,39 +98,6 @@ def test_no_eviction_would_fetch_less(cases, data):
     assert_fewest_fetches(data.draw(cases).compile())
 
 
-@pytest.mark.parametrize("slots", range(1, 9))
-@pytest.mark.parametrize("order", ["depth-first", "breadth-first"])
-def test_no_eviction_would_fetch_less_in_fsdp(slots, order):
-    sizes = Sizes(stages=8, microbatches=4, workers=2)
-    assert_fewest_fetches(compile(load("fsdp", sizes), sizes, Options(n=order, weight_slots=slots)))
-
-
-def test_more_slots_never_fetch_more():
-    sizes = Sizes(stages=8, microbatches=4, workers=2)
-    fetches = [
-        int((compile(load("fsdp", sizes), sizes, Options(weight_slots=slots)).rows.op == Op.FETCH_W).sum())
-        for slots in range(1, 9)
-    ]
-    assert fetches == sorted(fetches, reverse=True)
-    # With room for all, each worker fetches each of the 8 stages it does not own once: 4 of them.
-    assert fetches[-1] == 2 * 4
-
-
-def test_the_owner_that_serves_a_worker_is_looked_up_once_a_stage(monkeypatch):
-    """A look-up reads all jobs of the stage, and every microbatch of fsdp may fetch copies."""
-    module, asked = import_module("schedgen.compiler.passes.weight_fetch"), Counter()
-
-    def counted(program, rank, stage, look_up=module.serving_owner):
-        asked[rank, stage] += 1
-        return look_up(program, rank, stage)
-
-    monkeypatch.setattr(module, "serving_owner", counted)
-    sizes = Sizes(4, 40, 4)
-    program = compile(load("fsdp", sizes), sizes)
-    assert (program.rows.op == Op.FETCH_W).sum() > 12
-    assert asked == Counter((rank, stage) for rank in range(4) for stage in range(4) if stage != rank)
-
-
 @pytest.mark.parametrize("S", [1, 2, 3, 4, 8, 16])
 def test_with_two_slots_no_weight_of_fsdp_comes_late(run, tmp_path, S):
     # One microbatch a worker: S forwards of 1 and S backwards of 2 take 3 S if nobody ever waits.
@@ -168,10 +130,3 @@ def test_send_and_receive_stand_side_by_side_in_the_global_order(cases, data):
             posted.add(row + 1)
         elif i.op in (Op.RECV, Op.FETCH_W):
             assert row in posted
-
-
-@given(st.data())
-def test_compiling_twice_gives_the_same_program(cases, data):
-    case = data.draw(cases)
-    first, second = case.compile(), case.compile()
-    assert all((a == b).all() for a, b in zip(first.rows, second.rows, strict=True))

@@ -12,16 +12,15 @@ from damage import drop, job, move, send, twice
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.instructions import Kind, Op
+from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
-from schedgen.report.chakra import chakra_traces
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.buffer_sizes import buffer_sizes
 from schedgen.simulator.footprint import LINE, footprint
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
-from schedgen.simulator.stats import simulation_numbers, stats
+from schedgen.simulator.stats import simulation_numbers
 from schedgen.util.errors import RefusedFile, UsageError
 
 
@@ -76,17 +75,6 @@ def test_gradients_of_a_split_stage_are_exchanged_before_they_leave():
     assert place < exchange < part.index('{"op": "SEND", "buf": "g.0.0", "to": 0}')
 
 
-def test_nothing_is_exchanged_where_all_stages_are_replicated():
-    program = compiled(stages=3, replicated_stages=(0, 1))
-    assert not len(program.exchanges()) and not program.header.tied
-    check(program)
-
-
-def test_slices_and_shards_of_one_are_what_was_compiled_without():
-    plain = compile(load("1f1b", Sizes(4, 4)), Sizes(4, 4))
-    assert [listed(plain, r) for r in range(4)] == [listed(compiled("1f1b", 4, 4, 1, substages=1), r) for r in range(4)]
-
-
 def test_substages_run_one_behind_the_other():
     program = compiled("1f1b", 2, 3, tensor=1, substages=3)
     assert program.header.graph.edges == tuple((s, s + 1) for s in range(5)) and program.header.workers == 2
@@ -113,48 +101,6 @@ def test_a_scheme_of_one_s_own_may_place_slices_itself(run, tmp_path):
     )
     assert run(*command, "--workers", 4).code == 0
     assert json.loads((tmp_path / "out.json").read_text())["owners"] == [[0], [1], [2], [3]]
-
-
-@pytest.mark.parametrize("integer", ["int8", "uint8"])
-def test_workers_may_be_small_integers(run, tmp_path, integer):
-    """The numbers of the slices' workers are no longer as small."""
-    path = tmp_path / "mine.py"
-    path.write_text(
-        f"import numpy as np\nW = np.arange(100, dtype=np.{integer})\n"
-        "def w(s, b, d):\n    return W[s], W[s]\n\n\ndef n(s, b, d):\n    return b\n"
-    )
-    command = ("compile", path, "--stages", 100, "--microbatches", 1, "--tensor", 3, "-o", tmp_path / "out.json")
-    assert run(*command) == (0, "", "")
-    assert json.loads((tmp_path / "out.json").read_text())["owners"] == [[worker] for worker in range(300)]
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--workers", 3), "--tensor 2: 3 workers are no multiple of it"),
-        (("--updates", "stash"), "--updates stash: weights that have versions have no slices: leave --tensor out"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(run, refused, graph_file, options, words):
-    sizes = ("--stages", 2, "--graph", graph_file(stages=4), "--microbatches", 2, "--tensor", 2, *options)
-    assert refused(run("compile", "1f1b", *sizes, "-o", "-"), 2) == f"schedgen: {words}"
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"replicated_stages": (7,)}, "replicated_stages 7: there is no such stage in 0..3"),
-        (
-            {"tensor": 1, "replicated_stages": (0,)},
-            "replicated_stages are those that all slices compute alike: give tensor, too",
-        ),
-        ({"tied": [(0, 9)]}, "tied 0,9: a tie is two or more different stages in 0..3"),
-    ],
-)
-def test_stages_that_the_model_does_not_have_are_refused(options, words):
-    with pytest.raises(UsageError) as error:
-        compiled(stages=2, substages=2, microbatches=2, **({"tensor": 2} | options))
-    assert str(error.value) == words
 
 
 def test_two_slices_of_a_stage_are_on_two_workers():
@@ -295,14 +241,6 @@ def test_an_exchange_of_something_else_is_refused(refused, sliced, judge, edit, 
     assert words in refused(judge(sliced)[0], 1)
 
 
-def test_a_file_without_slices_has_no_exchange(run, refused, judge, golden):
-    file = json.loads(golden["ddp"])
-    part = file["programs"][0]
-    at = next(k for k, i in enumerate(part) if i["op"] == "FWD")
-    part.insert(at + 1, {"op": "ALLREDUCE", "buf": "x.0.0", "group": 0})
-    assert "stages have no tensor slices in this file (rule 10: " in refused(judge(file)[0], 1)
-
-
 # What it costs
 
 
@@ -345,23 +283,6 @@ def test_other_commands_know_exchanges(run, graph_file, tmp_path):
     assert "tensor replicated: (3,) -> (0, 3)" in run("diff", path, other).out
 
 
-def test_statistics_of_slices():
-    program = compiled(stages=2, substages=2, microbatches=2)
-    numbers = stats(program)
-    assert numbers["collectives"] == 10 + 3 + 1  # exchanges, ties, NORM
-    assert list(chakra_traces(simulate(program, {"F": 1, "B": 2}, Machine())))
-
-
-def test_the_gradient_of_a_part_of_an_output_is_exchanged_in_its_own_size():
-    sizes = Sizes(3, 2, 6)
-    scheme = load("gpipe", sizes, 2)._replace(edges=((0, 1), (0, 2), (1, 2)), per_consumer=(0,))
-    program = compile(scheme, sizes, Options(tensor=2, replicated_stages=[0]))
-    run = simulate(program, program.header.cost, Machine(activation=1000, edge_activation=10))
-    table = program.rows
-    sums = (table.op == Op.ALLREDUCE) & (table.kind == Kind.G) & (table.piece >= 0)
-    assert sums.any() and (run.summed_bytes[sums] == 10).all()
-
-
 @pytest.mark.parametrize(
     ("source", "options", "sentence"),
     [
@@ -385,9 +306,3 @@ def test_options_that_do_not_go_together(run, refused, graph_file, tmp_path, sou
     if options[0] == "--graph":
         options = ("--graph", graph_file(stages=options[1]), *options[2:])
     assert sentence in refused(run("compile", tmp_path / "mine.py", *sizes, *options), 2)
-
-
-def test_an_argument_with_a_default_is_no_slice(run, tmp_path):
-    (tmp_path / "mine.py").write_text("def w(s, b, d, W=2): return s % W, s % W\ndef n(s, b, d): return b\n")
-    file = json.loads(run("compile", tmp_path / "mine.py", "--stages", 4, "--microbatches", 2, "-o", "-").out)
-    assert file["owners"] == [[0], [1], [0], [1]]

@@ -124,13 +124,6 @@ def test_a_flipped_byte_is_refused(small, run, refused, tmp_path):
         assert message.startswith(f"schedgen: {path}:"), f"byte {place} as {data[place]}"
 
 
-@pytest.mark.parametrize("tail", [b"\n", b"}\n", b" ", b"\0"])
-def test_nothing_may_follow(small, tail, run, refused, tmp_path):
-    path = tmp_path / "long.json"
-    path.write_bytes(small + tail)
-    assert "should end" in refused(run("check", path), 1)
-
-
 @pytest.mark.parametrize("version", [VERSION + 1, 10**8, 0, "1", None, 1.5])
 @pytest.mark.parametrize("command", ["check", "seal"])
 def test_another_format_version_is_refused(small, version, command, run, refused, tmp_path):

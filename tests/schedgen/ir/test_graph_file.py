@@ -61,11 +61,6 @@ def test_a_wrong_graph_is_one_sentence(run, refused, tmp_path, change, words):
     assert words in refused(out, 2)
 
 
-def test_a_graph_of_one_stage_has_no_edges(run, tmp_path):
-    (tmp_path / "graph.json").write_text('{"stages": 1}')
-    assert run("compile", "gpipe", "--graph", tmp_path / "graph.json", "--microbatches", 4, "-o", "-").code == 0
-
-
 def test_stages_must_be_the_graphs(run, refused, tmp_path):
     (tmp_path / "graph.json").write_text(json.dumps(GRAPH))
     command = ("compile", "1f1b", "--graph", tmp_path / "graph.json", "--microbatches", 4, "-o", "-")

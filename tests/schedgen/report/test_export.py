@@ -251,32 +251,6 @@ def test_a_collective_of_some_ranks_names_them(what, exported, golden, run, tmp_
     assert seen == groups.keys()
 
 
-def test_a_reduction_has_the_bytes_of_the_weights(exported, golden):
-    _, ranks = exported(golden["ddp"], "--weight", "64")
-    sizes = [(node.name, node.attr["comm_size"]) for node in ranks[0] if node.type == COLLECTIVE]
-    assert sizes == [*((f"ALLREDUCE dw.{s}", 64) for s in (3, 2, 1, 0)), ("NORM", 8 * 9)]
-
-
-def test_alone_a_rank_has_no_collective(exported, run):
-    _, ranks = exported(run("compile", "gpipe", "--stages", 2, "--microbatches", 2, "--workers", 1, "-o", "-").out)
-    assert {node.type for node in ranks[0]} == {COMP}
-
-
-def test_times_of_a_profile_are_seconds(exported, golden, tmp_path):
-    (tmp_path / "profile").write_text('{"F": [1e-3, 2e-3, 3e-3, 4e-3], "B": 0.01, "activation": [7, 8, 9, 10]}')
-    _, ranks = exported(golden["gpipe"], "--profile", str(tmp_path / "profile"))
-    by_name = {node.name: node for node in ranks[2]}
-    assert by_name["FWD 2 0"].duration == 3000 and by_name["BWD 2 0"].duration == 10000
-    assert by_name["SEND x.2.0"].attr["comm_size"] == 9 and by_name["RECV x.1.0"].attr["comm_size"] == 8
-
-
-def test_the_same_schedule_has_the_same_bytes(exported, golden, tmp_path):
-    exported(golden["zb-v"])
-    before = {path.name: path.read_bytes() for path in tmp_path.glob("trace*")}
-    exported(golden["zb-v"])
-    assert {path.name: path.read_bytes() for path in tmp_path.glob("trace*")} == before
-
-
 @pytest.mark.parametrize("alpha", ["0.5", "0"])
 def test_a_chrome_trace_is_that_of_simulate_with_an_arrow_for_every_message(alpha, golden, run, tmp_path):
     path = tmp_path / "1f1b.json"
@@ -295,15 +269,6 @@ def test_a_chrome_trace_is_that_of_simulate_with_an_arrow_for_every_message(alph
     for message, begin in begins.items():
         assert ends[message]["tid"] == json.loads(begin["name"])["to"]
         assert ends[message]["ts"] >= begin["ts"] + float(alpha)
-
-
-def test_jobs_whose_durations_round_to_zero_are_noted(golden, run, tmp_path):
-    path, trace = tmp_path / "1f1b.json", tmp_path / "trace"
-    path.write_text(golden["1f1b"])
-    for costs, jobs in (("F=0.1,B=0.2", 64), ("F=0.1,B=0.7", 32), ("F=1,B=2", 0)):
-        err = run("export", path, "--to", "chakra", "-o", trace, "--cost", costs).err
-        words = f"schedgen: note: the durations of {jobs} jobs round to 0 microseconds: "
-        assert err.startswith(words) if jobs else not err
 
 
 def test_wrong_usage_is_one_sentence(golden, run, refused, monkeypatch, tmp_path):

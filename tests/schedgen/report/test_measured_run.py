@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from schedgen.checker import checked
 from schedgen.ir.instructions import Op
-from schedgen.report.measured_run import read_trace, run_numbers
+from schedgen.report.chrome_trace import read_trace, run_numbers
 
 CAUSES = {
     "activation",
@@ -123,36 +122,6 @@ def test_a_simulation_s_trace_gives_the_simulation_s_numbers(golden, run, tmp_pa
         assert numbers["profile"][direction] == pytest.approx([seconds] * len(numbers["profile"][direction]))
 
 
-FORWARD = """
-def w(s, b, d):
-    return s + 1, s + 1
-
-def n(s, b, d):
-    return b
-"""
-
-
-@pytest.mark.parametrize(
-    ("scheme", "options", "costs"),
-    [
-        ("fsdp", ("--stages", 4, "--shards", 4), {"F": 1, "B": 2, "step": 1}),  # a STEP is of a part of the weights
-        ("dualpipe-v", ("--stages", 8), {"F": 10, "B": 18, "I": 12, "W": 10}),
-        ("1f1b", ("--stages", 4, "--recompute", "all"), {"F": 1, "B": 2, "R": 0}),
-        ("forward.py", ("--stages", 3, "--workers", 4, "--forward"), {"F": 1}),  # nothing for rank 0 to do
-    ],
-)
-def test_a_simulation_takes_as_long_by_its_own_trace(run, tmp_path, monkeypatch, scheme, options, costs):
-    monkeypatch.chdir(tmp_path)
-    Path("forward.py").write_text(FORWARD)
-    Path("profile.json").write_text(json.dumps(costs))
-    assert run("compile", scheme, *options, "--microbatches", 10, "-o", "schedule.json").code == 0
-    given = run("simulate", "schedule.json", "--profile", "profile.json", "--trace", "trace.json", "--json")
-    simulated = json.loads(given.out)
-    measured = json.loads(run("simulate", "schedule.json", "--measured", "trace.json", "--json").out)
-    for key in ("latency", "makespan"):
-        assert measured[key] == pytest.approx(simulated[key])
-
-
 def test_a_plan_takes_the_jobs_that_were_measured(pair, run, tmp_path):
     """In one trace with the measured jobs; as messages take no time, ranks wait only for other ranks' work."""
     schedule, events = pair
@@ -174,12 +143,6 @@ def test_a_plan_takes_the_jobs_that_were_measured(pair, run, tmp_path):
     assert len(set(arrows)) == len(arrows)
     again = [run("stats", schedule, "--measured", trace).out for trace in (reality, both)]
     assert again[0] == again[1]
-
-
-def test_given_costs_go_before_those_that_were_measured(pair, run, tmp_path):
-    schedule, events = pair
-    plan = run("simulate", schedule, "--cost", "F=1,B=2", "--measured", written(events, tmp_path), "--json")
-    assert json.loads(plan.out)["latency"] == 6
 
 
 def change(events, at, **to):
@@ -211,13 +174,6 @@ def test_a_trace_of_something_else_is_refused(pair, run, refused, tmp_path, dama
     schedule, events = pair
     sentence = refused(run("stats", schedule, "--measured", written(damage(events), tmp_path)), 1)
     assert sentence.startswith(f"schedgen: {tmp_path / 'trace.json'}: ") and reason in sentence
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"traceEvents": 3}', '{"traceEvents": [3]}', "[" * 100_000, "\0"])
-def test_what_is_no_trace_is_refused(pair, run, refused, tmp_path, text):
-    (tmp_path / "trace").write_text(text)
-    sentence = refused(run("stats", pair[0], "--measured", tmp_path / "trace"), 1)
-    assert "not a trace that mpirun --trace or schedgen simulate --trace wrote" in sentence
 
 
 def test_a_stage_with_whole_backwards_only_gives_both_halves(run, tmp_path):

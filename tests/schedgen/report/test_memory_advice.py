@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,13 +12,11 @@ from processes import ROOT
 from schedgen.checker import checked
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.compiler.recipe import recipe_of
-from schedgen.report.memory_advice import memory_advice
+from schedgen.report.memory_advice import memory_advice, peak_parts
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.network import HostLink, Network
-from schedgen.simulator.peak_parts import peak_parts
 from schedgen.simulator.simulate import simulate
 
 SIZES = Sizes(4, 8, 4)
@@ -106,7 +103,7 @@ def test_each_kind_of_change_is_tried_or_said_not_to_be():
     machine = Machine(activation=1e6, weight=4e6, saved=6e6, owned=12e6)
     program = compile(load("fsdp", SIZES), SIZES)
     advice = memory_advice(program, {"F": 1, "B": 2}, machine.on(network))
-    tried = {"--recompute", "--offload", "--weight-slots", "--memory-limit", "--shards", "1f1b"}
+    tried = {"--recompute", "--offload", "--offload-optimizer", "--weight-slots", "--memory-limit", "--shards", "1f1b"}
     every = kinds(change.change for change in advice.changes) | kinds(advice.not_tried)
     assert every == tried | {"v-min", "v-half", "zb-h1"}
     assert "split" in advice.not_tried["zb-h1"]
@@ -125,39 +122,3 @@ def test_what_cannot_be_compiled_again_is_said_and_other_schemes_are_tried(sourc
     ((named, reason),) = [(key, words) for key, words in advice.not_tried.items() if key.startswith("--")]
     assert why in reason and "--recompute" in named and "--offload" in named
     assert {"zb-h1", "fsdp"} <= {change.change for change in advice.changes}
-
-
-@pytest.mark.parametrize("substages", [0, "two"])
-def test_a_header_with_no_sizes_of_a_scheme_is_a_reason(substages):
-    program = compile(load("1f1b", SIZES), SIZES)
-    header = replace(program.header, scheme={**program.header.scheme, "substages": substages})
-    advice = memory_advice(replace(program, header=header), {"F": 1, "B": 2}, Machine())
-    assert not advice.changes and all("substages" in reason for reason in advice.not_tried.values())
-
-
-def test_greedy_that_was_ordered_by_a_profile_is_compiled_again(run, tmp_path):
-    times = {"F": [1, 3, 1, 2, 1, 2, 1, 1], "B": [2, 3, 2, 5, 2, 2, 2, 4]}
-    (tmp_path / "P").write_text(json.dumps(times))
-    sizes = ("--stages", 8, "--microbatches", 8, "--workers", 4)
-    assert run("compile", "hanayo", *sizes, "--profile", tmp_path / "P", "-o", tmp_path / "own.json").code == 0
-    program = checked(str(tmp_path / "own.json"))
-    recipe = recipe_of(program, {name: np.array(values) for name, values in times.items()})
-    assert "--profile PROFILE" in recipe.command and "--cost" not in recipe.command
-
-
-def test_the_table_says_what_is_lower_and_by_how_much(run, files, tmp_path):
-    assert run("compile", "1f1b", "--stages", 4, "--microbatches", 8, "-o", tmp_path / "own.json").code == 0
-    lines = run("stats", "--memory", tmp_path / "own.json", *files).out.splitlines()
-    assert lines[0] == "rank 0 needs 45.5 MB"
-    rows = {" ".join(line.split()) for line in lines}
-    assert {"--recompute all 31.5 MB -30.8% 41.11 +24.1%", "--offload 0 44 MB -3.3% 33.13 +0.0%"} <= rows
-    result = run("stats", "--memory", tmp_path / "own.json")
-    assert "every buffer counts as one byte" in result.err
-
-
-def test_wrong_options_are_one_sentence(run, refused, tmp_path):
-    assert run("compile", "1f1b", "--stages", 2, "--microbatches", 2, "-o", tmp_path / "own.json").code == 0
-    assert "--machine means nothing without --memory" in refused(
-        run("stats", tmp_path / "own.json", "--machine", "m"), 2
-    ).replace("needs", "means nothing without")
-    assert "--measured has no bytes" in refused(run("stats", tmp_path / "own.json", "--memory", "--measured", "t"), 2)

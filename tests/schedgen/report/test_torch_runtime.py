@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 from processes import environment, mpiexec
+from torch_schedules import deferred_receives
 
 TESTS = Path(__file__).parents[2]
+REPORTED = TESTS / "data" / "torch-172668.csv"
 SIZES = ("--stages", 4, "--workers", 2, "--microbatches", 8)
 
 
@@ -34,13 +36,14 @@ def test_two_ranks_of_torch_compute_mpiruns_gradients_to_the_bit(run, tmp_path):
         "dualpipe-v": ("compile", "dualpipe-v", *SIZES),
         "hanayo": ("compile", "hanayo", *SIZES),
         "found": ("search", "v-half", "--cost", "F=3,I=4,W=2", "--budget", 1, *SIZES),
-        "172668": ("compile", TESTS / "data" / "torch-172668.csv"),
+        "172668": ("compile", REPORTED),
+        "repaired": ("repair", deferred_receives(REPORTED, tmp_path / "deferred.csv"), "--transport", "in-order:pair"),
     }.items():
         schedule = tmp_path / f"{name}.json"
         assert run(*command, "-o", schedule).code == 0
         for form, path in (("torch", tmp_path / f"{name}.csv"), ("torch-jobs", tmp_path / f"{name}-jobs.csv")):
             assert run("export", schedule, "--to", form, "-o", path).code == 0
             pairs.append((schedule, path))
-    pairs.append((tmp_path / "172668.json", TESTS / "data" / "torch-172668.csv"))  # as torch's users reported it
+    pairs.append((tmp_path / "172668.json", REPORTED))  # as torch's users reported it
     differences = same_gradients(pairs, 2, tmp_path)
     assert differences == dict.fromkeys((path.name for _, path in pairs), 0.0)

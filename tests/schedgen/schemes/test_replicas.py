@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import hypothesis.strategies as st
 import pytest
 from damage import sizes_of
@@ -81,17 +79,6 @@ def test_a_w_of_t_places_the_slices_of_each_replica(tmp_path):
     program = compile(load(tmp_path / "mine.py", sizes, tensor=2), sizes, Options(n="1f1b", tensor=2))
     runs_with(check(program), program)
     assert program.header.compute[0, :, :2].tolist() == [[0, 4], [2, 6], [1, 5], [3, 7]]
-
-
-def test_a_found_order_runs_in_replicas(run, tmp_path):
-    """By way of torch's CSV, which has the sizes of one replica."""
-    found, csv, both = (str(tmp_path / name) for name in ("found.json", "found.csv", "both.json"))
-    run("search", "zb-v", "--stages", 4, "--microbatches", 4, "--memory-limit", 3, "--budget", 1, "--output", found)
-    run("export", found, "--to", "torch-jobs", "--output", csv)
-    assert run("compile", csv, "--replicas", 2, "--output", both).code == 0
-    scheme = json.loads((tmp_path / "both.json").read_text())["scheme"]
-    assert scheme == {"name": "found", "workers": 4, "stages": 4, "microbatches": 8, "replicas": 2}
-    assert "4 workers in 2 replicas" in run("draw", both).out and run("diff", both, both).code == 0
 
 
 @pytest.mark.parametrize(

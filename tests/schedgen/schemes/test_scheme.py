@@ -130,14 +130,6 @@ def test_what_a_user_gets_wrong_is_said_in_one_sentence(name, scheme, compiled, 
     assert words in refused(compiled(scheme(text), *options), 2)
 
 
-def test_a_missing_file_and_an_unknown_scheme(compiled, refused, tmp_path):
-    assert f"there is no file {tmp_path}/none.py" in refused(compiled(tmp_path / "none.py"), 2)
-    message = refused(compiled("xyz"), 2)
-    assert "there is no scheme 'xyz'" in message and "1f1b" in message
-    (tmp_path / "dir.py").mkdir()
-    assert "dir.py" in refused(compiled(tmp_path / "dir.py"), 2)
-
-
 # The conditions under which each scheme's w is defined [Rahimi 2025, "Formal definitions"], at S = 4, B = 4.
 @pytest.mark.parametrize(
     ("arguments", "words"),
@@ -218,16 +210,6 @@ def test_dualpipe_has_its_authors_bubble(p, m, run, tmp_path):
     assert numbers["own_window_bubble"] == (p // 2 - 1) * ((2 + 3) + 3 - 3 * 1)
 
 
-def test_a_delayed_output_of_a_last_job_leaves_at_once(scheme, compiled):
-    text = """
-        mode = "strict"
-        def w(s, b, d, *, stages): return s + 0 * d, s + stages * d
-        def n(s, b, d, *, stages): return 2 * b + s + d * 2 * (stages - s)
-        def delayed_send(s, b): return b >= 0
-        """
-    assert compiled(scheme(text)).code == 0
-
-
 def test_a_delayed_output_leaves_after_a_backward_that_redoes_its_forward(scheme, compiled):
     text = """
         mode = "strict"
@@ -268,17 +250,6 @@ def test_keyword_arguments_receive_the_options(scheme, compiled):
     assert file["edges"] == [[0, 2], [1, 2]]
 
 
-def test_a_file_needs_no_n_where_the_command_names_one(scheme, compiled):
-    result = compiled(scheme("del n"), "--n", "depth-first")
-    assert (result.code, result.err) == (0, "")
-    assert json.loads(result.out)["order"]["n"] == "depth-first"
-
-
-def test_an_option_with_a_default_may_be_left_out(scheme, compiled):
-    path = scheme("def w(s, b, d, *, groups=2): return s % groups, b % groups")
-    assert json.loads(compiled(path).out)["scheme"]["workers"] == 2
-
-
 @pytest.mark.parametrize("mode", ["greedy", "strict"])
 def test_called_job_by_job_gives_the_same_bytes(mode, tmp_path, compiled):
     vectorised = """
@@ -308,11 +279,6 @@ def n(s, b, d):
     notes = results[1].err.splitlines()
     assert [note.split(" takes no arrays ")[0] for note in notes] == ["schedgen: note: w", "schedgen: note: n"]
     assert all("np.where" in note for note in notes)
-
-
-def test_a_scheme_file_leaves_nothing_behind(scheme, compiled, tmp_path):
-    compiled(scheme())
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
 
 
 def test_the_papers_definitions_are_one_liners(scheme, compiled, golden):
@@ -349,26 +315,6 @@ def test_what_arrays_answer_for_all_jobs_at_once_is_refused(text, scheme, compil
     assert " for this job alone, but another in arrays of all jobs: " in refused(own, 2)
     if numbers != arrays:
         assert compiled(scheme(f"import numpy as np\n{numbers}"), "--workers", 4, microbatches=70).code == 0
-
-
-@pytest.mark.parametrize("n", ["RATES[s] * b + 1000 * d", "(b + d) * RATES[s]"])
-@pytest.mark.parametrize("kind", ["uint8", "float32"])
-def test_tables_of_small_numbers_are_counted_with_as_arrays_count(kind, n, scheme, compiled):
-    """Beside a Python int, one number of such a table would keep its type, and overflow or be rounded."""
-    own, wide = (
-        compiled(scheme(f"import numpy as np\nRATES = np.array([9, 3, 7, 5], '{of}')\ndef n(s, b, d): return {n}"))
-        for of in (kind, "int64")
-    )
-    assert own.out == wide.out and own.err == wide.err == ""
-
-
-def test_numpy_s_own_arithmetic_is_right_for_arrays(scheme, compiled):
-    """`~True` is -2 for Python's numbers."""
-    own, one_by_one = (
-        compiled(scheme(f"def n(s, b, d): return {n}"), "--mode", "greedy", stages=4)
-        for n in ("(d == 0) * s + ~(d == 0) * (9 - s)", "s if d == 0 else 9 - s")
-    )
-    assert own.err == "" and json.loads(own.out)["programs"] == json.loads(one_by_one.out)["programs"]
 
 
 def test_a_large_schedule_s_function_is_compared_on_few_jobs(scheme, compiled):

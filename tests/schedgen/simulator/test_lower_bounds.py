@@ -31,7 +31,7 @@ def numbers(name, *sizes, cost=None):
 def test_redone_forwards_are_in_no_one_s_memory_until_they_are_redone(run, tmp_path):
     path = tmp_path / "redone.json"
     assert run("compile", "1f1b", "--stages", 4, "--microbatches", 8, "--recompute", "all", "-o", path).code == 0
-    assert "bound                 33 (way)" in run("stats", path).out
+    assert "bound                 33 (ends)" in run("stats", path).out
     # A forward that is recomputed elsewhere need not wait for the original: F of stage 0, R and B of stage 1, B of 0.
     moved = Scheme("moved", 2, lambda s, b, d: (s, s * (1 - d)), lambda s, b, d: b, "moved", "greedy")
     alone = stats(compile(moved, Sizes(2, 1, 2), Options(cost={"F": 1, "B": 2, "R": 0})))

@@ -8,7 +8,7 @@ from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.compiled_orders import measured
-from schedgen.planner.order_search.placed_problem import least_time, lower_bound, placed_jobs, problem_of
+from schedgen.planner.order_search.problem import least_time, lower_bound, placed_jobs, problem_of
 from schedgen.planner.order_search.question import Limits, Question
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes

@@ -20,7 +20,7 @@ from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes
 from schedgen.simulator.footprint import footprint
-from schedgen.simulator.machine import Machine, parse_profile
+from schedgen.simulator.machine import Machine
 from schedgen.simulator.memory_plan import memory_plan
 
 TRACES = Path(__file__).parents[3] / "traces"
@@ -138,23 +138,6 @@ def test_an_owner_has_room_for_the_other_owners_parts_of_a_sum():
     assert footprint(compiled("ddp", 1, 3, 3), sizes).peak.tolist() == [1000 + 1000 + 2 * 384] * 3
 
 
-def test_a_place_given_back_last_is_taken_first():
-    # Rank 1 of three receives x.0.b, and g.1.b from the next rank, all of one size.
-    program = compiled("gpipe", 3, 4, 3)
-    planned = memory_plan(program, buffer_sizes(Machine(), 3))
-    back, expected, place_of, count = [], [], {}, 0
-    for i in program.instructions(1):
-        name = (i.kind, i.stage, i.mb)
-        if i.op == Op.RECV:
-            place_of[name] = back.pop() if back else count
-            count += place_of[name] == count
-            expected.append(place_of[name])
-        elif i.op == Op.FREE and name in place_of:
-            back.append(place_of[name])
-    mine = planned.slot[program.bounds[1] : program.bounds[2]]
-    assert mine[mine >= 0].tolist() == expected and count < len(expected)
-
-
 def copies(program, rank):
     return [life for life in lives(program, rank) if life.kind == Kind.W]
 
@@ -213,7 +196,7 @@ def test_stats_and_simulate_say_the_peak_by_hand(run, tmp_path):
     assert numbers["peak_bytes"] == 3872
     assert [worker["peak_bytes"] for worker in numbers["workers"]] == [2460, 3872]
     kinds = {"activation": 21, "gradient": 20, "weight": 0, "weight_gradient": 200, "partial": 0, "saved": 3000,
-             "half": 0, "host": 0, "places": 20, "owned": 802}  # fmt: skip
+             "half": 0, "host": 0, "optimizer": 0, "places": 20, "owned": 802}  # fmt: skip
     assert numbers["memory_bytes"] == kinds
     assert numbers["workers"][0]["memory_bytes"] == kinds | {
         "activation": 20, "weight_gradient": 100, "saved": 2000, "owned": 400,
@@ -223,7 +206,7 @@ def test_stats_and_simulate_say_the_peak_by_hand(run, tmp_path):
     # What stage 1 saves lives for 4, what stage 0 saves for 2 + 4 + 2, two of each; the peaks are 2 and 1.
     # The memory bound is worker 1's: two of 4 in a peak of 1. On the way: to worker 1, its jobs, and back. With room
     # for one microbatch worker 1 has nothing to do at its ends but these two.
-    bounds = {"work": 12, "critical_path": 3 + 6, "memory": 2 * 4 / 1, "way": 1 + 12 + 2, "ends": 1 + 12 + 2}
+    bounds = {"work": 12, "critical_path": 3 + 6, "ends": 1 + 12 + 2, "memory": 2 * 4 / 1}
     assert numbers["bounds"] == bounds
     assert "peak bytes            3872" in run("stats", path, "--profile", costs).out
     simulated = json.loads(run("simulate", path, "--profile", costs, "--json").out)
@@ -282,21 +265,3 @@ def test_what_tied_stages_share(run, refused, tmp_path):
     for wrong, words in (([1, 2], "tied has 2 numbers, but there is 1 tie"), ("x", "tied should be a number")):
         costs = profile(tmp_path, **whole, tied=wrong)
         assert words in refused(run("stats", path, "--profile", costs), 1)
-
-
-def test_bytes_are_rounded_up():
-    text = """{"F": 1, "B": 2, "beta": 0.5, "activation": 0.5, "saved": [1.1, 2], "half": 1e-9, "owned": 3.0,
-               "workspace": {"F": [0.1, 7]}, "per_consumer": [1.5], "step": 0.5, "overhead": {"B": 0.5}}"""
-    assert parse_profile(text, "p.json", 2, [(0, 1)])[1] == Machine(
-        beta=0.5, activation=1, saved=[2, 2], half=1, owned=3, workspace={"F": [1, 7]}, edge_activation=[2], step=0.5,
-        overhead={"B": 0.5},
-    )  # fmt: skip
-    sizes = buffer_sizes(Machine(activation=0.5, half=-0.5, edge_activation=[1.5]), 1, 1)
-    assert [amount.tolist() for amount in (sizes.activation, sizes.half, sizes.edge_activation)] == [[1], [0], [2]]
-
-
-def test_a_whole_backward_takes_the_larger_workspace_of_its_halves():
-    sizes = buffer_sizes(Machine(workspace={"F": 1, "I": 2, "W": [3, 1]}), 2)
-    assert {key: value.tolist() for key, value in sizes.workspace.items()} == {
-        "F": [1, 1], "I": [2, 2], "W": [3, 1], "B": [3, 2],
-    }  # fmt: skip

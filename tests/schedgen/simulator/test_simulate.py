@@ -4,7 +4,6 @@ import json
 import math
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -90,19 +89,6 @@ def test_relays_spare_the_owner_and_beat_the_star():
     assert simulate(relay, COST).end.max() == 192  # messages without time: as if all weights were at home
 
 
-def test_a_receive_stands_no_earlier_than_its_list_begins():
-    rows = [compiled("1f1b", Sizes(4, 8), prefetch=k).rows for k in (100, 10**6)]
-    assert all((a == b).all() for a, b in zip(*rows, strict=True))
-
-
-@pytest.mark.parametrize("prefetch", [1, 2, 4])
-def test_prefetch_posts_receives_earlier_and_never_costs_time(prefetch):
-    sizes = Sizes(4, 16)
-    machine = Machine(alpha=0.3)
-    plain, early = (simulate(compiled("1f1b", sizes, prefetch=k), COST, machine).end.max() for k in (0, prefetch))
-    assert early <= plain
-
-
 def test_the_command_writes_numbers_and_a_trace_perfetto_reads(run, tmp_path):
     path, trace = tmp_path / "a.json", tmp_path / "trace.json"
     assert run("compile", "1f1b", "--stages", 4, "--microbatches", 8, "-o", path).code == 0
@@ -113,13 +99,6 @@ def test_the_command_writes_numbers_and_a_trace_perfetto_reads(run, tmp_path):
     events = json.loads(trace.read_text())["traceEvents"]
     assert sum(event["ph"] == "X" and event["dur"] > 0 for event in events) == 2 * 4 * 8
     assert {event["ph"] for event in events} == {"M", "X", "s", "f"}
-
-
-def test_where_there_is_nothing_to_name_it_says_0(run, tmp_path):
-    path = tmp_path / "a.json"
-    run("compile", "gpipe", "--stages", 1, "--microbatches", 2, "-o", path)
-    shown = dict(line.split(maxsplit=1) for line in run("simulate", path).out.splitlines())
-    assert (shown["idle"], shown["bytes"]) == ("0", "0")
 
 
 def test_a_profile_gives_times_and_bytes_by_stage(run, refused, tmp_path):

@@ -13,8 +13,9 @@ from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
-from schedgen.simulator.time_breakdown import (
+from schedgen.simulator.timeline import (
     BUSY,
+    CAUSES,
     COOL_DOWN,
     DEPENDENCY,
     OVERHEAD,
@@ -26,7 +27,6 @@ from schedgen.simulator.time_breakdown import (
     WARM_UP,
     time_breakdown,
 )
-from schedgen.simulator.timeline import CAUSES
 
 
 def accounted(name, sizes, machine=None, cost=None):

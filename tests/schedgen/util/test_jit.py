@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -137,34 +136,9 @@ def test_a_kernel_is_compiled_again_when_another_module_changes(compiled):
     assert files and same_files == files
 
 
-def test_a_kernel_is_compiled_again_when_the_class_of_an_argument_moves(compiled, tmp_path):
-    package = tmp_path / "schedgen"
-    for module in ("before", "after"):
-        other = package / f"{module}.py"
-        other.write_text("from typing import NamedTuple\n\nclass One(NamedTuple):\n    number: int\n")
-        (package / "mine.py").write_text(
-            f"from schedgen.{module} import One\nfrom schedgen.util.jit import SMALL, kernel\n\n"
-            "@kernel\ndef add(one):\n    return one.number + 1\n\nprint(add.sized(SMALL)(One(1)))\n"
-        )
-        number, files = compiled(0)
-        assert number == 2 and files
-        other.unlink()
-
-
 @pytest.mark.parametrize("size", [0, 20])
 def test_a_kernel_is_compiled_again_where_the_cache_is_damaged(compiled, tmp_path, size):
     found = compiled(1)
     (index,) = (tmp_path / "kept").rglob("*.nbi")
     index.write_bytes(index.read_bytes()[:size])
     assert compiled(1) == found
-
-
-def test_a_kernel_is_compiled_where_nothing_can_be_kept(compiled, tmp_path):
-    """A file stands where the cache folder would be, so that none can be made."""
-    Path(tmp_path / "schedgen" / "__pycache__").touch()
-    assert compiled(1, NUMBA_CACHE_DIR="", XDG_CACHE_HOME=str(tmp_path / "schedgen" / "mine.py")) == (2, [])
-
-
-def test_a_kernel_is_compiled_where_the_disk_is_full(compiled):
-    nothing = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1)); "
-    assert compiled(1, nothing) == (2, [])

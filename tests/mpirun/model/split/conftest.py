@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from schedgen.util.errors import MpirunWarning
-
 
 @pytest.fixture
-def seeded() -> Iterator[None]:
-    """The same numbers in every test, and no warning of BatchNorm's statistics."""
+def seeded() -> None:
+    """The same numbers in every test."""
     torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*statistics are those", MpirunWarning)
-        yield

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from examples import further
 from plain_models import WORDS, Tied
 from split_models import agree
 from torch import Tensor, nn
@@ -100,7 +101,7 @@ def test_stages_compute_what_the_module_does_for_each_length(make: Callable[[], 
         agree(module, cut, (of_length(length),))
 
 
-@pytest.mark.parametrize("shared", ["transmit", "replicate"])
+@pytest.mark.parametrize("shared", [*further("transmit"), "replicate"])
 def test_shared_parameters_and_loops(shared: str) -> None:
     mask = torch.ones(4, 6, dtype=torch.long)
     tied, looped = Tied(), Looped()

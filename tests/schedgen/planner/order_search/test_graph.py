@@ -7,7 +7,7 @@ import pytest
 from examples import further
 
 from schedgen.ir.file import parse
-from schedgen.planner.order_search.placed_problem import least_time
+from schedgen.planner.order_search.problem import least_time
 from schedgen.planner.order_search.question import Question
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes

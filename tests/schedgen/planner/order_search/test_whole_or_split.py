@@ -8,8 +8,8 @@ from schedgen.checker import check
 from schedgen.ir.instructions import Op
 from schedgen.planner.order_search.compiled_orders import measured
 from schedgen.planner.order_search.question import Limits, Question
-from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.search_order import search_order
+from schedgen.planner.order_search.search_ways import search_ways
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
@@ -53,7 +53,7 @@ def test_both_take_no_longer_than_either_alone(name):
 def test_what_is_redone_may_be_beside_whole_and_split_backwards_that_were_tried_first():
     sizes = Sizes(4, 8, 4)
     question = Question(load("1f1b", sizes), sizes, COST, limits=Limits(saved=2))
-    kept, redone = search_order(question, 1), search_with_recompute(question, 1)
+    kept, redone = search_order(question, 1), search_ways(question, 1)
     assert redone.bound <= redone.value < kept.value
     assert check(redone.program).saved.max() <= 2
 

@@ -1,11 +1,11 @@
-"""`search_with_recompute`: an order, and the forwards that are redone or away so that it keeps to the memory limit.
+"""`search_ways`: an order, and whether each forward is kept, redone or away, so that it keeps to the memory limit.
 
 keep     the best order that keeps everything, by `search_order`
 loosen   the orders of built-in schemes, and the best orders under looser limits; in each, few forwards are redone or
          away so that it fits (`ways.choose`); if none can fit, each again with every W directly behind its I
 redo     the best orders in which whole stages are redone: the stages that loosened orders redo most, or all stages;
          forwards for which there is room are kept after all
-improve  in the best of them forwards go another way, one by one and in pairs, while that ends sooner
+improve  in the best of them one forward after another goes another way, while that ends sooner
 
 The simulator has the last word, and the result is never worse than the order that keeps everything.
 """
@@ -15,12 +15,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import combinations, product
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.analysis import analyse
 from schedgen.checker import check_compiled
 from schedgen.ir.cost import (
     Amount,
@@ -33,12 +32,29 @@ from schedgen.ir.cost import (
     without_redo,
 )
 from schedgen.ir.instructions import B, F
-from schedgen.planner.order_search.budget import BUDGET, JUDGED_JOBS, MOST_JUDGED
 from schedgen.planner.order_search.compiled_orders import Judgement, compile_order, compile_own, judge, numbers_of
 from schedgen.planner.order_search.heuristic_orders import heuristic_orders
-from schedgen.planner.order_search.placed_problem import kept_by_stage, least_time, placed_jobs, problem_of
-from schedgen.planner.order_search.problem import OrderProblem, class_nodes, places, serial_order
-from schedgen.planner.order_search.question import OBJECTIVES, FoundOrder, Limits, NoOrder, Question, Ties, reached
+from schedgen.planner.order_search.problem import (
+    OrderProblem,
+    class_nodes,
+    kept_by_stage,
+    least_time,
+    placed_jobs,
+    places,
+    problem_of,
+)
+from schedgen.planner.order_search.question import (
+    BUDGET,
+    JUDGED_JOBS,
+    MOST_JUDGED,
+    OBJECTIVES,
+    FoundOrder,
+    Limits,
+    NoOrder,
+    Question,
+    Ties,
+    reached,
+)
 from schedgen.planner.order_search.search_order import same_placement, search_order
 from schedgen.planner.order_search.ways import (
     ROOM,
@@ -49,7 +65,6 @@ from schedgen.planner.order_search.ways import (
     choose,
     held,
     most_held,
-    ways_bound,
     worker_orders,
 )
 from schedgen.schemes.scheme import Scheme, Sizes
@@ -96,12 +111,12 @@ def search(
         raise UsageError("--offload needs the link to the memory of the host: give a machine file that has it")
     ways = tuple(way for way, allowed in ((Way.REDO, recompute), (Way.AWAY, offload)) if allowed)
     question = Question(scheme, sizes, cost, machine, Limits(objective, memory_limit, memory), tied, ways)
-    best = (search_with_recompute if ways else search_order)(question, budget)
+    best = (search_ways if ways else search_order)(question, budget)
     check_compiled(best.program)
     return best
 
 
-def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrder:
+def search_ways(question: Question, budget: int = BUDGET) -> FoundOrder:
     """The best order within the limits and the ways of its forwards; UsageError if none keeps to them.
 
     With costs of all of F, B, I and W, backwards are as in the scheme if forwards are redone. R is the time of a
@@ -118,13 +133,12 @@ def search_with_recompute(question: Question, budget: int = BUDGET) -> FoundOrde
         question = question._replace(cost=own_costs(question.cost, 3 if question.scheme.split else 2))
         free = free._replace(cost=shortest_halves(kept.cost, kept.sizes.stages))
     work, least = 0 if best is None else best.work, least_time(free)
-    tries = _Tries(question, least)
-    least = tries.bound = max(least, tries.least_with_ways(free))
     if best is not None and reached(best.value, least):
         return best
+    tries = _Tries(question, least)
     decided = [(n, starts) for n in tries.orders(budget) if (starts := tries.decided(n))]
     if decided:
-        judged = tries.improved(*min(decided, key=lambda each: tries.rank(each[1][0])), budget).judged
+        judged = tries.improved(*min(decided, key=lambda each: each[1][0].rank), budget).judged
         if judged.fits and (best is None or judged.value < best.value):
             best = FoundOrder(judged.run.program, judged.value)
     if best is None:
@@ -140,6 +154,11 @@ class _Decided(NamedTuple):
     ways: Ways
     judged: Judgement
 
+    @property
+    def rank(self) -> tuple[float, float]:
+        """By how much it exceeds the limits, and its time: the less the better."""
+        return self.judged.over, self.judged.value
+
 
 class _Tries:
     """Orders and the ways of their forwards, for one placement, costs and limits."""
@@ -151,8 +170,8 @@ class _Tries:
         self.worker = self.placed.compute[F].astype(np.int64)
         inputs, saved, half = kept_by_stage(self.placed, question)
         stages, host = question.sizes.stages, question.machine.network.host
-        self.link = host.beta * by_stage(question.machine.saved, stages)
-        copy = np.where(self.link > 0, host.alpha, 0.0) + self.link
+        link = host.beta * by_stage(question.machine.saved, stages)
+        copy = np.where(link > 0, host.alpha, 0.0) + link
         redo = by_stage(redo_duration(question.cost), stages)
         lengths = np.stack([by_stage(time, stages) for time in self.plain.cost.values()])
         graph = saved if self.limits.bytes is not None else 0 * saved
@@ -162,24 +181,8 @@ class _Tries:
         sharers = min(host.devices, self.placed.workers)
         self.shares = (0.0, *(share / sharers for share in SHARES)) if Way.AWAY in question.ways else (0.0,)
         self.work = 0.0
-        self.last: tuple[tuple[bytes, bytes], Judgement | None] = (b"", b""), None
         self.others = np.zeros(self.placed.workers)  # bytes by worker that the last order held besides saved forwards
         self.most: list[Flags] = []  # by order so far, the forwards that it does not keep
-
-    def least_with_ways(self, free: Question) -> float:
-        """`ways_bound`, by the costs of `free`, for the limits of the question."""
-        placed, stages = placed_jobs(free), free.sizes.stages
-        lengths = np.stack([by_stage(time, stages) for time in free.cost.values()])
-        if self.limits.bytes is None:
-            capacity = np.full(placed.workers, float(self.limits.saved or 0))
-        else:
-            problem = problem_of(self.placed, self.plain)
-            serial = places(problem, serial_order(problem)).reshape(self.placed.compute.shape)
-            capacity = self.limits.bytes - judge(self.plain, compile_order(self.plain, serial)).run.footprint.owned
-        return ways_bound(
-            placed.job_graph.pred, placed.compute, self.kept._replace(length=lengths), self.link, capacity,
-            self.question.ways, self.limits.objective == "window",
-        )  # fmt: skip
 
     def orders(self, budget: int) -> Iterator[Numbers]:
         """Numbers of every job, (D, S, B), that grow along each worker: one array for each order to try."""
@@ -211,49 +214,33 @@ class _Tries:
             for order in orders:
                 yield places(problem, order).reshape(self.placed.compute.shape)
 
-    def fitting(self, n: Numbers) -> Iterator[Ways]:
-        """Ways that make an order fit; more if the simulator finds bytes above the limit."""
-        redo, orders = Way.REDO in self.question.ways, self._worker_orders(n)
+    def judged(self, n: Numbers, ways: Ways) -> _Decided | None:
+        """The simulator's results for an order and its ways; None if it does not compile."""
+        with suppress(UsageError):  # as where nothing would be away while a job runs
+            return _Decided(ways, judge(self.question, compile_order(self.question, n, ways)))
+        return None
+
+    def decided(self, n: Numbers) -> list[_Decided]:
+        """The best ways of an order, few, the best first; with none of them it may keep to the limits."""
+        redo, orders, limit = Way.REDO in self.question.ways, self._worker_orders(n), self.limits.bytes
         kept = np.zeros(self.worker.shape, np.int8)
-        yield from (np.full_like(kept, way) for way in self.question.ways)
+        alike = [np.full_like(kept, way) for way in self.question.ways]
+        tried = {ways.tobytes(): self.judged(n, ways) for ways in alike}
         for share, capacity in product(self.shares if redo else self.shares[1:], self._capacities(n, orders)):
-            for _ in range(1 if self.limits.bytes is None else TIGHTER):
+            for _ in range(1 if limit is None else TIGHTER):  # again if the simulator finds bytes above the limit
                 ways = choose(orders, self.kept, capacity, kept, share, redo)
                 if ways is None:
                     break
                 self.most.append(ways != Way.KEEP)
-                yield ways
-                judged = self.judged(n, ways)
-                if judged is None or judged.fits or self.limits.bytes is None:
+                key = ways.tobytes()
+                found = tried[key] = tried[key] if key in tried else self.judged(n, ways)
+                if found is None or found.judged.fits or limit is None:
                     break
-                capacity = capacity - np.maximum(judged.run.footprint.peak - self.limits.bytes, 0)
-
-    def judged(self, n: Numbers, ways: Ways) -> Judgement | None:
-        """The simulator's results for an order and its ways; None if it does not compile."""
-        key = n.tobytes(), ways.tobytes()
-        if self.last[0] != key:
-            judgement = None
-            with suppress(UsageError):  # as where nothing would be away while a job runs
-                judgement = judge(self.question, compile_order(self.question, n, ways))
-            self.last = key, judgement
-        return self.last[1]
-
-    def rank(self, each: _Decided) -> tuple[float, float]:
-        """By how much it exceeds the limits, and its time: the less the better."""
-        run, limits = each.judged.run, self.limits
-        if limits.bytes is None:
-            over = float(analyse(run.program).memory.saved.max() - (limits.saved or 0))
-        else:
-            over = run.footprint.peak.max() - limits.bytes
-        return max(0.0, over), each.judged.value
-
-    def decided(self, n: Numbers) -> list[_Decided]:
-        """The best ways of an order, few, the best first; with none of them it may keep to the limits."""
-        tried = {ways.tobytes(): _Decided(ways, judged) for ways in self.fitting(n) if (judged := self.judged(n, ways))}
-        return sorted(tried.values(), key=self.rank)[:STARTS]
+                capacity = capacity - np.maximum(found.judged.run.footprint.peak - limit, 0)
+        return sorted(filter(None, tried.values()), key=lambda each: each.rank)[:STARTS]
 
     def improved(self, n: Numbers, starts: Sequence[_Decided], budget: int) -> _Decided:
-        """The best that is found from these starts, with other ways of one forward, or two, while it gets better."""
+        """The best that is found from these starts, with another way of one forward at a time, while it gets better."""
         orders, best = self._worker_orders(n), starts[0]
         for start in starts:
             left, now, better = min(MOST_JUDGED, 10**6 * budget // (len(starts) * JUDGED_JOBS * n.size)), start, True
@@ -262,16 +249,16 @@ class _Tries:
                 for ways in self._neighbours(orders, now):
                     left -= 1
                     self.work += JUDGED_JOBS * n.size / 10**6
-                    judged = self.judged(n, ways)
-                    if judged is not None and self.rank(_Decided(ways, judged)) < _less(self.rank(now)):
-                        now, better = _Decided(ways, judged), True
+                    found = self.judged(n, ways)
+                    if found is not None and found.rank < (now.rank[0], now.rank[1] * (1 - 1e-9)):  # not only rounded
+                        now, better = found, True
                     if better or left <= 0:
                         break
-            best = min(best, now, key=self.rank)
+            best = min(best, now, key=lambda each: each.rank)
         return best
 
     def _neighbours(self, orders: Sequence[WorkerOrder], best: _Decided) -> Iterator[Ways]:
-        """The ways with that of one forward changed, then of two on a worker, unless they certainly hold too much.
+        """The ways with that of one forward changed, unless they certainly hold too much.
 
         First those come that fit beside all else that `best` holds at its peak: others may have theirs elsewhere.
         """
@@ -280,21 +267,13 @@ class _Tries:
         if self.limits.bytes is not None:
             others = (peak - most_held(orders, self.kept, ways), best.judged.run.footprint.owned)
             rooms = [(self.limits.bytes - other) * ROOM for other in others]
-        allowed = (Way.KEEP, *self.question.ways)
-        single = [(int(self.worker[job]), job, way) for job in np.ndindex(*ways.shape) for way in allowed]
-        single = [change for change in single if ways[change[1]] != change[2]]
-        for number, is_first in product((1, 2), (True, False)):
-            for changes in combinations(single, number):
-                changed = ways.copy()
-                for _, job, way in changes:
-                    changed[job] = way
-                if number == 2 and changes[0][1] == changes[1][1]:
-                    continue
-                on = sorted({w for w, _, _ in changes})
-                most = [held(orders[w], self.kept, changed[orders[w].forwards]).amount.max() for w in on]
-                fits, may = ((most <= room[on]).all() for room in (rooms[0], np.maximum(*rooms)))
-                if may and fits == is_first:
-                    yield changed
+        for is_first, *job, way in product((True, False), *map(range, ways.shape), (Way.KEEP, *self.question.ways)):
+            changed, w = ways.copy(), int(self.worker[*job])
+            changed[*job] = way
+            most = held(orders[w], self.kept, changed[orders[w].forwards]).amount.max()
+            fits, may = (most <= room[w] for room in (rooms[0], np.maximum(*rooms)))
+            if way != ways[*job] and may and fits == is_first:
+                yield changed
 
     def _loosened(self, part: float) -> Limits:
         saved, bytes = self.limits.saved, self.limits.bytes
@@ -326,8 +305,3 @@ class _Tries:
         length = problem.length.reshape(directions, S, batches).copy()
         length[B] += (self.kept.redo * stages)[:, None]
         return problem._replace(takes=takes, length=length.ravel(), capacity=problem.capacity - self.others)
-
-
-def _less(rank: tuple[float, float]) -> tuple[float, float]:
-    """A little less than a rank: what is better is not only rounded differently."""
-    return rank[0], rank[1] * (1 - 1e-9)

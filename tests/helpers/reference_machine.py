@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 
+from reference_rank import GONE, STEPPED, UNDER_WAY, WHOLE, CannotExecute, MustWait, Rank, Sum, Value
+
 from schedgen.ir.instructions import EXCHANGED, FORWARD_KINDS, FORWARD_OPS, B, F, Instruction, Kind, Op, W, buffer_name
 from schedgen.ir.program import Program
-from schedgen.ir.reference_rank import GONE, STEPPED, UNDER_WAY, WHOLE, CannotExecute, MustWait, Rank, Sum, Value
 from schedgen.ir.weight_versions import TWO_BUFFERS, VERTICAL
 
 __all__ = ["HELD", "CannotExecute", "ReferenceMachine", "execute"]

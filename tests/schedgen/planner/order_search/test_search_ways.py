@@ -11,8 +11,8 @@ from schedgen.checker import check
 from schedgen.ir.file import write
 from schedgen.ir.instructions import Op
 from schedgen.planner.order_search.question import Limits, Question
-from schedgen.planner.order_search.recompute import search_with_recompute
 from schedgen.planner.order_search.search_order import search_order
+from schedgen.planner.order_search.search_ways import search_ways
 from schedgen.planner.order_search.ways import Kept, choose, most_held, worker_orders
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
@@ -82,7 +82,7 @@ def test_what_is_redone_ends_sooner_within_the_limit(name):
     plain = {key: time for key, time in cost.items() if key != "R"}
     question = Question(load(scheme, sizes), sizes, cost, machine, Limits(**limit))
     without = search_order(question._replace(cost=plain), 1)
-    best = search_with_recompute(question, 1)
+    best = search_ways(question, 1)
     again = int((best.program.rows.op == Op.RECOMPUTE).sum())
     if name == "there is room":
         assert again == 0 and best.value == without.value
@@ -102,7 +102,7 @@ def test_what_fits_only_with_recomputation_is_found():
     question = Question(load("zb-v", sizes), sizes, UNIT, limits=Limits(saved=1))
     with pytest.raises(UsageError, match="no order within the memory limit"):
         search_order(question, 1)
-    best = search_with_recompute(question, 1)
+    best = search_ways(question, 1)
     assert check(best.program).saved.max() == 1
     assert (best.program.rows.op == Op.RECOMPUTE).sum() >= 16
 
@@ -110,7 +110,7 @@ def test_what_fits_only_with_recomputation_is_found():
 def test_orders_whose_late_halves_no_redone_forward_makes_fit_have_each_w_behind_its_i():
     """The best order of this tiny problem redoes forwards of stage 0 alone; with both stages redone it is 40."""
     sizes, cost = Sizes(2, 3, 2), {"F": [2, 2], "I": [6, 4], "W": [2, 4]}
-    best = search_with_recompute(Question(load("1f1b", sizes), sizes, cost, limits=Limits(saved=1)), 1)
+    best = search_ways(Question(load("1f1b", sizes), sizes, cost, limits=Limits(saved=1)), 1)
     rows = best.program.rows
     assert best.value == 36 and set(rows.stage[rows.op == Op.RECOMPUTE].tolist()) == {0}
     assert check(best.program).saved.max() == 1 and best.work < 2
@@ -119,7 +119,7 @@ def test_orders_whose_late_halves_no_redone_forward_makes_fit_have_each_w_behind
 def test_a_limit_that_nothing_keeps_to_is_one_sentence():
     sizes = Sizes(4, 8, 4)
     with pytest.raises(UsageError, match="found no order within the memory limit, even with forwards redone"):
-        search_with_recompute(Question(load("gpipe", sizes), sizes, CHAIN, BYTES, Limits(bytes=9e6)), 1)
+        search_ways(Question(load("gpipe", sizes), sizes, CHAIN, BYTES, Limits(bytes=9e6)), 1)
 
 
 def moves_backwards(s, b, d):
@@ -131,7 +131,7 @@ def test_what_the_search_cannot_order_is_refused_with_recomputation_too(scheme):
     sizes = Sizes(4, 4, 4, groups=2 if scheme == "fslpp" else None)
     loaded = load("gpipe", sizes)._replace(w=scheme) if callable(scheme) else load(scheme, sizes)
     with pytest.raises(UsageError, match=r"fixes its order|moves weights or backwards"):
-        search_with_recompute(Question(loaded, sizes, {"F": 1, "B": 2}, limits=Limits(saved=3)), 1)
+        search_ways(Question(loaded, sizes, {"F": 1, "B": 2}, limits=Limits(saved=3)), 1)
 
 
 def test_the_same_call_gives_the_same_file():
@@ -140,5 +140,5 @@ def test_the_same_call_gives_the_same_file():
     question = Question(load("zb-v", sizes), sizes, UNIT | {"B": 1.5}, limits=Limits(saved=4))
     files = [io.BytesIO(), io.BytesIO()]
     for file in files:
-        write(search_with_recompute(question, 1).program, file)
+        write(search_ways(question, 1).program, file)
     assert files[0].getvalue() == files[1].getvalue()
