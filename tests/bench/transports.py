@@ -35,7 +35,7 @@ CLASSES = {
     "GPipe": 1, "1F1B": 1, "LoopedBFS": 2, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2,
     "DualPipeV": 2,
 }  # fmt: skip
-RANKS, MICROBATCHES = (2, 4, 8, 16), (4, 10, 16, 32, 64)
+RANKS, MICROBATCHES = range(2, 17), (4, 10, 16, 32, 64)
 JOB, MESSAGE = re.compile(r"(\d+)([FBI])(\d+)"), re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")
 
 
