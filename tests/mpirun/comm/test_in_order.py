@@ -32,12 +32,12 @@ def test_messages_that_are_said_to_swap_are_swapped(launch, compiled):
     assert launch(4, "in-order:edge", 100, path, program=PROGRAM).out.splitlines() == [f"{path}: 2 swapped"]
 
 
-@pytest.mark.parametrize("name", ["1f1b", *further(*sorted(SIZES.keys() - {"1f1b"}))])
+@pytest.mark.parametrize("name", ["1f1b", *further(*sorted(SIZES.keys() - {"1f1b", "1f1b-tensor"}))])
 def test_a_list_compiled_for_a_transport_trains_there_with_the_bits_of_one_process(launch, compiled, text, name):
-    scheme = name.removesuffix("-tensor").removesuffix("-tied").removesuffix("-sharded")
-    path = compiled(scheme, workers=4, microbatches=8, **SIZES[name], transport="in-order:pair")
+    scheme, workers = name.removesuffix("-tied").removesuffix("-sharded"), 2 if name == "zb-v" else 4
+    path = compiled(scheme, workers=workers, microbatches=8, **SIZES[name], transport="in-order:pair")
     arguments = ["--model", MODEL[name], "--text", text, "--steps", 1, "--canonical", "--verify"]
-    result = launch(4, "in-order:pair", path, *arguments, program=TRAINING)
+    result = launch(workers, "in-order:pair", path, *arguments, program=TRAINING)
     assert result.code == 0 and "verify: passed" in result.out, result
 
 
