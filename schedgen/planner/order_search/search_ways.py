@@ -5,7 +5,7 @@ loosen   the orders of built-in schemes, and the best orders under looser limits
          away so that it fits (`ways.choose`); if none can fit, each again with every W directly behind its I
 redo     the best orders in which whole stages are redone: the stages that loosened orders redo most, or all stages;
          forwards for which there is room are kept after all
-improve  in the best of them one forward after another goes another way, while that ends sooner
+improve  in the best of them forwards go another way, one by one and in pairs, while that ends sooner
 
 The simulator has the last word, and the result is never worse than the order that keeps everything.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import product
+from itertools import combinations, product
 from typing import NamedTuple
 
 import numpy as np
@@ -240,7 +240,7 @@ class _Tries:
         return sorted(filter(None, tried.values()), key=lambda each: each.rank)[:STARTS]
 
     def improved(self, n: Numbers, starts: Sequence[_Decided], budget: int) -> _Decided:
-        """The best that is found from these starts, with another way of one forward at a time, while it gets better."""
+        """The best that is found from these starts, with other ways of one forward or two, while it gets better."""
         orders, best = self._worker_orders(n), starts[0]
         for start in starts:
             left, now, better = min(MOST_JUDGED, 10**6 * budget // (len(starts) * JUDGED_JOBS * n.size)), start, True
@@ -258,7 +258,7 @@ class _Tries:
         return best
 
     def _neighbours(self, orders: Sequence[WorkerOrder], best: _Decided) -> Iterator[Ways]:
-        """The ways with that of one forward changed, unless they certainly hold too much.
+        """The ways with that of one forward changed, then of two, unless they certainly hold too much.
 
         First those come that fit beside all else that `best` holds at its peak: others may have theirs elsewhere.
         """
@@ -267,13 +267,21 @@ class _Tries:
         if self.limits.bytes is not None:
             others = (peak - most_held(orders, self.kept, ways), best.judged.run.footprint.owned)
             rooms = [(self.limits.bytes - other) * ROOM for other in others]
-        for is_first, *job, way in product((True, False), *map(range, ways.shape), (Way.KEEP, *self.question.ways)):
-            changed, w = ways.copy(), int(self.worker[*job])
-            changed[*job] = way
-            most = held(orders[w], self.kept, changed[orders[w].forwards]).amount.max()
-            fits, may = (most <= room[w] for room in (rooms[0], np.maximum(*rooms)))
-            if way != ways[*job] and may and fits == is_first:
-                yield changed
+        allowed = (Way.KEEP, *self.question.ways)
+        single = [(int(self.worker[job]), job, way) for job in np.ndindex(*ways.shape) for way in allowed]
+        single = [change for change in single if ways[change[1]] != change[2]]
+        for number, is_first in product((1, 2), (True, False)):
+            for changes in combinations(single, number):
+                changed = ways.copy()
+                for _, job, way in changes:
+                    changed[job] = way
+                if number == 2 and changes[0][1] == changes[1][1]:
+                    continue
+                on = sorted({w for w, _, _ in changes})
+                most = [held(orders[w], self.kept, changed[orders[w].forwards]).amount.max() for w in on]
+                fits, may = ((most <= room[on]).all() for room in (rooms[0], np.maximum(*rooms)))
+                if may and fits == is_first:
+                    yield changed
 
     def _loosened(self, part: float) -> Limits:
         saved, bytes = self.limits.saved, self.limits.bytes
