@@ -54,7 +54,9 @@ class Optimizer:
                 if made.optimizers:
                     self.by_unit[unit] = made
         self.on_host = {
-            unit: StateOnHost(stages[unit[0]].device, made) for unit, made in self.by_unit.items() if on_host
+            unit: StateOnHost(stages[unit[0]].device, self.by_unit[unit].optimizers if unit in self.by_unit else [])
+            for unit in self.parameters
+            if on_host
         }
         # The stage, or version of it, that a unit's parameters point to now; the views of its weights and gradients.
         self.points_to: dict[Unit, tuple[LocalStage, list[Tensor], list[Tensor]]] = {}

@@ -6,27 +6,27 @@ everything, goes to the host with the rest. A number, such as the count of steps
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpirun.comm.device import Device, Mark
-from mpirun.engine.recipe import SteppedOptimizer
+from mpirun.comm.device import Device
+from mpirun.engine.core.offload import Copies
 
 
-class StateOnHost:
+class StateOnHost(Copies):
     """The state of the optimizers of a unit."""
 
-    def __init__(self, device: Device, made: SteppedOptimizer) -> None:
-        self.device, self.made = device, made
+    def __init__(self, device: Device, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__(device)
+        self.optimizers = optimizers
         self.places: dict[tuple[Tensor, str], Tensor] = {}  # by parameter and name: the host's copy
-        self.copied: Mark | None = None  # after the copies of the last OFFLOAD or RELOAD
 
     def _tensors(self) -> Iterator[tuple[dict[str, Any], tuple[Tensor, str], Tensor]]:
         """All tensors but numbers: the dictionary that has it, its parameter and name there, and itself."""
-        for optimizer in self.made.optimizers:
+        for optimizer in self.optimizers:
             for parameter, kept in optimizer.state.items():
                 for name, x in list(kept.items()):
                     if isinstance(x, Tensor) and x.dim():
@@ -34,35 +34,25 @@ class StateOnHost:
 
     def reload(self) -> None:
         """Start copying it to new memory of the device."""
-        mark = self.device.mark()
-        with self.device.copies(out=False):
-            if mark is not None:
-                mark.arrive()
-            for kept, (_, name), x in self._tensors():
-                kept[name] = torch.empty_like(x, device=self.device.torch)
-                kept[name].copy_(x, non_blocking=True)
-            self.copied = self.device.mark()
+        copies = []
+        for kept, (_, name), x in self._tensors():
+            kept[name] = torch.empty_like(x, device=self.device.torch)
+            copies.append((kept[name], x))
+        with self.launched(out=False):
+            for on_device, x in copies:
+                on_device.copy_(x, non_blocking=True)
 
     def offload(self) -> None:
         """Start copying it to the host."""
         self.wait()
-        mark = self.device.mark()
-        with self.device.copies(out=True):
-            if mark is not None:
-                mark.arrive()
+        with self.launched(out=True):
             for _, key, x in self._tensors():
                 if key not in self.places:
                     self.places[key] = self.device.host(x.nbytes)[: x.nbytes].view(x.dtype).view(x.shape)
                 self.places[key].copy_(x, non_blocking=True)
-            self.copied = self.device.mark()
 
     def free(self) -> None:
         """End the copies on the device, for kernels launched from now on."""
         self.wait()
         for kept, key, _ in self._tensors():
             kept[key[1]] = self.places[key]
-
-    def wait(self) -> None:
-        """Let kernels launched from now on wait for the copies."""
-        if self.copied is not None:
-            self.copied.arrive()

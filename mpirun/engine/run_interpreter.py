@@ -42,19 +42,16 @@ class RunInterpreter(Interpreter):
                 self.code[row] = _where_messages_move(self.transport, progress.with_thread(act), act)
 
     def run(self, step: int) -> StepResult:
-        """As in `Interpreter`."""
-        result = super().run(step)
-        self.warm = True
-        return result
-
-    def begin_pass(self) -> None:
-        """Count the passes of graphs; use words once passes neither allocate memory nor load kernels.
+        """As in `Interpreter`; with words once steps neither allocate memory nor load kernels.
 
         Both may wait for streams that wait for words.
         """
         if self.graphs is not None:
             self.graphs.begin_pass()
         self.context.device.use_words(self.warm and (self.graphs is None or self.graphs.captured))
+        result = super().run(step)
+        self.warm = True
+        return result
 
 
 def _where_messages_move(transport: Transport, with_calls: Act, act: Act) -> Act:

@@ -45,15 +45,11 @@ class Interpreter:
             Op.ALLREDUCE: sums.allreduce,
             Op.NORM: self.optimizer_step.norm,
             Op.STEP: self.optimizer_step.step,
-            Op.FREE: lambda row, i: (offloads if i.kind == Kind.SAVED else transfers).free(row, i),
+            Op.FREE: lambda row, i: (offloads if i.kind in (Kind.SAVED, Kind.OPT) else transfers).free(row, i),
             Op.OFFLOAD: offloads.offload,
             Op.RELOAD: offloads.reload,
         }
-        move_state = self.optimizer_step.move_state
-        self.code = [
-            move_state(row, i) if i.kind == Kind.OPT else self.table[i.op](row, i)
-            for row, i in enumerate(context.instructions)
-        ]
+        self.code = [self.table[i.op](row, i) for row, i in enumerate(context.instructions)]
         for row, wait in offloads.waiting_acts(context.instructions):
             self.code[row] = in_order(wait, self.code[row])
         for row, zero in context.grad_buffers.zeroing_acts(context.instructions):
@@ -67,28 +63,21 @@ class Interpreter:
         context = self.context
         self.position.step = self.state[STEP] = step
         self.state[PHASE] = TRAINING
-        self._forget_pass()
+        # Drop what an interrupted step has kept: this one may have other data.
+        self.microbatches.forget()
+        context.losses.clear()
+        context.metrics.clear()
+        if context.minibatch_loss is not None:
+            context.minibatch_loss.forget()
         context.optimizer.take_assigned()
         for index in context.slots.fetched:  # another interpreter, or the script, may have moved `data`
             self.stages[index].use_weights()
         context.grad_buffers.detach()
-        self.begin_pass()
         self.execute_list()
         for stage in self.stages.values():
             stage.give_back()
         self.state[ROW] = NOTHING
         return self.optimizer_step.result
-
-    def begin_pass(self) -> None:
-        """Called before every pass through the list; `engine.run_interpreter` overrides it."""
-
-    def _forget_pass(self) -> None:
-        """Drop what an interrupted pass has kept: the next pass may have other data."""
-        self.microbatches.forget()
-        self.context.losses.clear()
-        self.context.metrics.clear()
-        if self.context.minibatch_loss is not None:
-            self.context.minibatch_loss.forget()
 
     def execute(self) -> None:
         """Call the acts in their order, and show the watchdog which one runs."""

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from mpirun.comm.device import Device, Mark
 from mpirun.engine.core.context import Act, Context
 from mpirun.engine.core.stage import address
-from schedgen.ir.instructions import Instruction, Op
+from schedgen.ir.instructions import Instruction, Kind, Op
 
 
 class HostSlot:
@@ -76,18 +76,43 @@ class SavedView(NamedTuple):
         return self.storage.on_device.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
-class SavedTensors:
+class Copies:
+    """Copies between a device and the memory of its host."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.copied: Mark | None = None  # after the last copies
+
+    @contextlib.contextmanager
+    def launched(self, out: bool, after: Mark | None = None) -> Iterator[None]:
+        """Inside, copies to the host (`out`) or from it are launched, behind the kernels so far and `after`."""
+        # Their memory is allocated outside: on a GPU it belongs to the stream in which it is allocated.
+        mark = self.device.mark()
+        with self.device.copies(out):
+            for awaited in (mark, after):
+                if awaited is not None:
+                    awaited.arrive()
+            yield
+            self.copied = self.device.mark()
+
+    def wait(self) -> None:
+        """Let kernels launched from now on wait for the copies."""
+        if self.copied is not None:
+            self.copied.arrive()
+
+
+class SavedTensors(Copies):
     """What one forward saves. The graph holds it: what the graph drops, as after BWD_I, is dropped here."""
 
     def __init__(self, device: Device, module: nn.Module, inputs: Iterable[Tensor], data: Any) -> None:
         """`inputs`: from other stages; `data`: a pytree of the microbatch's, which the graph alone may hold."""
         parts = (x for x in pytree.tree_leaves(data) if isinstance(x, Tensor) and not _has_all_of_its_storage(x))
         held = (*module.parameters(), *module.buffers(), *inputs, *parts)
-        self.device, self.stays = device, {address(x) for x in held}
+        super().__init__(device)
+        self.stays = {address(x) for x in held}
         self.storages: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()  # by address
         self.slot = HostSlot()
         self.places: list[tuple[SavedStorage, Tensor]] = []  # from OFFLOAD to RELOAD: storages, each with its place
-        self.copied: Mark | None = None  # after the copies of the last OFFLOAD or RELOAD
 
     def hooks(self) -> contextlib.AbstractContextManager[object]:
         """Inside, autograd saves tensors here."""
@@ -119,15 +144,11 @@ class SavedTensors:
                 raise RuntimeError("a tensor that the forward has saved for its backward was changed in place later")
             storage.seen.clear()
         ends = [*accumulate((storage.size for storage in storages), initial=0)]
-        memory, mark, self.slot = slot.room(self.device, ends[-1]), self.device.mark(), slot
+        memory, self.slot = slot.room(self.device, ends[-1]), slot
         self.places = [(each, memory[begin:end]) for each, (begin, end) in zip(storages, pairwise(ends), strict=True)]
-        with self.device.copies(out=True):
-            for awaited in (mark, slot.read):
-                if awaited is not None:
-                    awaited.arrive()
+        with self.launched(out=True, after=slot.read):
             for storage, place in self.places:
                 place.copy_(storage.on_device, non_blocking=True)
-            self.copied = self.device.mark()
 
     def free(self) -> None:
         """End the copies on the device, for kernels launched from now on."""
@@ -139,19 +160,11 @@ class SavedTensors:
         """Start copying all storages back into new memory of the device."""
         for storage, place in self.places:
             storage.bytes = torch.empty_like(place, device=self.device.torch)
-        mark = self.device.mark()
-        with self.device.copies(out=False):
-            if mark is not None:
-                mark.arrive()
+        with self.launched(out=False):
             for storage, place in self.places:
                 storage.on_device.copy_(place, non_blocking=True)
-            self.copied = self.slot.read = self.device.mark()
+        self.slot.read = self.copied
         self.places.clear()
-
-    def wait(self) -> None:
-        """Let kernels launched from now on wait for the copies."""
-        if self.copied is not None:
-            self.copied.arrive()
 
 
 def _has_all_of_its_storage(x: Tensor) -> bool:
@@ -171,17 +184,23 @@ class Offloads:
         self.slots = [HostSlot() for _ in range(max(context.slots.host_slot, default=-1) + 1)]
 
     def offload(self, row: int, i: Instruction) -> Act:
-        """OFFLOAD: start copying what the forward has saved to its slot in host memory."""
+        """OFFLOAD: start copying what the forward has saved, or the state of an optimizer, to host memory."""
+        if i.kind == Kind.OPT:
+            return self.context.optimizer.on_host[i.stage, i.shard].offload
         pending, slot = self.context.pending_of(i), self.slots[self.context.slots.host_slot[row]]
         return lambda: pending.tensors.offload(slot)
 
     def free(self, row: int, i: Instruction) -> Act:
-        """FREE of what a forward has saved: it is in host memory only."""
+        """FREE of what has been copied: it is in host memory only."""
+        if i.kind == Kind.OPT:
+            return self.context.optimizer.on_host[i.stage, i.shard].free
         pending = self.context.pending_of(i)
         return lambda: pending.tensors.free()
 
     def reload(self, row: int, i: Instruction) -> Act:
         """RELOAD: start copying it back."""
+        if i.kind == Kind.OPT:
+            return self.context.optimizer.on_host[i.stage, i.shard].reload
         pending = self.context.pending_of(i)
         return lambda: pending.tensors.reload()
 
@@ -189,12 +208,9 @@ class Offloads:
         """The rows of backwards that need what a RELOAD brings back, each with the act that waits for it."""
         away: set[tuple[int, int]] = set()
         for row, i in enumerate(instructions):
-            if i.op == Op.RELOAD:
+            if i.op == Op.RELOAD and i.kind == Kind.SAVED:
                 away.add((i.stage, i.mb))
             elif i.op in (Op.BWD, Op.BWD_I, Op.BWD_W) and (i.stage, i.mb) in away:
                 away.discard((i.stage, i.mb))
-                yield row, self._wait(i)
-
-    def _wait(self, i: Instruction) -> Act:
-        pending = self.context.pending_of(i)
-        return lambda: pending.tensors.wait()
+                pending = self.context.pending_of(i)
+                yield row, lambda pending=pending: pending.tensors.wait()  # type: ignore[misc]

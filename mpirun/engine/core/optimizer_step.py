@@ -2,8 +2,8 @@
 
 NORM waits for the sums of gradients, and tells all ranks the loss of every microbatch, the norm of every parameter's
 gradient, and whether some rank wants to leave. Metrics go with these numbers; in the first step, and where the loss
-returns others, they are gathered after them. STEP steps weights, if all
-these numbers are finite. A STEP that makes a version of the weights is in `engine.weight_versions`.
+returns others, they are gathered after them. STEP steps weights, if all these numbers are finite. A STEP that makes a
+version of the weights is in `engine.weight_versions`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mpirun.engine.core.context import Act, Context
 from mpirun.engine.core.weight_layout import Unit
-from schedgen.ir.instructions import Instruction, Kind, Op
+from schedgen.ir.instructions import Instruction, Kind
 
 
 class StepResult(NamedTuple):
@@ -44,10 +44,10 @@ class OptimizerStep:
         self.rate_from = context.header.first_owner(with_parameters[0]) if with_parameters else -1
         self.result = StepResult([], 0.0, [], False, [], 0.0)
         self.metric_names: Sequence[str] = ()  # of the first metrics
+        self.numbers = self._numbers()
         self.on_gradients: Callable[[dict[Unit, Tensor]], None] = lambda totals: None  # --verify records them
 
-    @property
-    def numbers(self) -> np.dtype[Any]:
+    def _numbers(self) -> np.dtype[Any]:
         """What NORM exchanges; the last number says whether there are metrics of other names."""
         count = self.context.header.microbatches
         return np.dtype([
@@ -88,9 +88,8 @@ class OptimizerStep:
         """Sum the step's numbers over all ranks; `contributors`: fill in this rank's numbers for the norms."""
         context, names, count = self.context, self.metric_names, self.context.header.microbatches
         # Each number comes from one rank, or is a whole number on all of them: the sums are exact.
-        numbers = self.numbers
-        flat = np.zeros((2, numbers.itemsize // 8))
-        mine, sums = flat.view(numbers)[:, 0]
+        flat = np.zeros((2, self.numbers.itemsize // 8))
+        mine, sums = flat.view(self.numbers)[:, 0]
         for contribute in contributors:
             contribute(mine["norms"])
         if context.losses:
@@ -111,7 +110,9 @@ class OptimizerStep:
             of_ranks = context.transport.group(group).allgather(metrics)
             metrics = {mb: of_mb for of_rank in of_ranks for mb, of_mb in of_rank.items()}
             by_mb = [metrics.get(mb, {}) for mb in range(count)]
-            self.metric_names = names or sorted({name for of_mb in by_mb for name in of_mb})
+            if not names:
+                self.metric_names = sorted({name for of_mb in by_mb for name in of_mb})
+                self.numbers = self._numbers()
         leave, rate = bool(sums["leave"] > 0), float(sums["rate"])
         self.result = StepResult(losses, math.hypot(*norms), norms, leave, by_mb, rate)
         norms_and_losses = flat[1, : context.norms.length + count]
@@ -133,10 +134,3 @@ class OptimizerStep:
                 context.optimizer.step(unit, gradient, position.step, self.result.grad_norm)
 
         return act
-
-    def move_state(self, row: int, i: Instruction) -> Act:
-        """OFFLOAD, FREE and RELOAD of the state of an optimizer, which lives in the memory of the host."""
-        state = self.context.optimizer.on_host.get((i.stage, i.shard))
-        if state is None:  # a unit without parameters
-            return lambda: None
-        return {Op.OFFLOAD: state.offload, Op.FREE: state.free, Op.RELOAD: state.reload}[Op(i.op)]

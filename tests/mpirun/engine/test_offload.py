@@ -161,7 +161,7 @@ def test_the_state_of_an_optimizer_lives_on_the_host():
         [NamedParameter("w", parameter, parameter.shape, True)], 0
     )
     plain = torch.optim.Adam([copy := nn.Parameter(torch.ones(3))], lr=0.1)
-    state = StateOnHost(Device(), made)
+    state = StateOnHost(Device(), made.optimizers)
     with MemoryTracker() as memory:
         for step in range(3):
             parameter.grad = copy.grad = torch.full((3,), 1.0 + step)
