@@ -207,6 +207,7 @@ def lists(*changes):
 
 NOTHING = "is no action of torch's, such as 2F0, 2SEND_F0, 2UNSHARD or (2F1;3B0)OVERLAP_F_B"
 DIGITS = "has a number with leading zeros or too many digits"
+UNDEFINED = "is not defined on this rank before this line (rule 2: every operand is defined before it is used)"
 WRONG = {
     "": "it has no action of the form 2F0",
     "0F0,0B0\n0G0\n": f"rank 1, cell 1: '0G0' {NOTHING}",
@@ -230,14 +231,10 @@ WRONG = {
         'rank 1, cell 18: {"op": "RECV", "buf": "g.1.1", "from": 0}: rank 0 never sends this '
         "(rule 3: every SEND has its RECV or FETCH_W, in order)"
     ),
-    lists(("3RECV_F0,", "")): (
-        'rank 1, cell 9: {"op": "FWD", "stage": 3, "mb": 0}: x.2.0 is not defined on this rank before this line '
-        "(rule 2: every operand is defined before it is used)"
-    ),
-    lists(("0SEND_F0,", ""), ("1RECV_F0,", "")): (
-        'rank 1, cell 3: {"op": "FWD", "stage": 1, "mb": 0}: x.0.0 is not defined on this rank before this line '
-        "(rule 2: every operand is defined before it is used)"
-    ),
+    lists(("3RECV_F0,", "")): f'rank 1, cell 9: {{"op": "FWD", "stage": 3, "mb": 0}}: x.2.0 {UNDEFINED}',
+    lists(
+        ("0SEND_F0,", ""), ("1RECV_F0,", "")
+    ): f'rank 1, cell 3: {{"op": "FWD", "stage": 1, "mb": 0}}: x.0.0 {UNDEFINED}',
     lists(("2SEND_F1", "2SEND_F1,2SEND_F1")): (
         'rank 0, cell 13: {"op": "SEND", "buf": "x.2.1", "to": 1}: rank 1 never receives this '
         "(rule 3: every SEND has its RECV or FETCH_W, in order)"
@@ -249,14 +246,10 @@ WRONG = {
     lists((",2B1,", ","), ("3RESHARD,", "3RESHARD,2B1,")): (
         "rank 1, cell 21: 2B1: its stage is on rank 0: cell 9 has a job of it"
     ),
-    lists(("0F0,", "0WAIT_SEND_F0,0F0,")): (
-        'rank 0, cell 3: {"op": "FREE", "buf": "x.0.0"}: x.0.0 is not defined on this rank before this line '
-        "(rule 2: every operand is defined before it is used)"
-    ),
-    lists(("0F0,0SEND_F0", "0SEND_F0,0F0")): (
-        'rank 0, cell 3: {"op": "SEND", "buf": "x.0.0", "to": 1}: x.0.0 is not defined on this rank before this line '
-        "(rule 2: every operand is defined before it is used)"
-    ),
+    lists(("0F0,", "0WAIT_SEND_F0,0F0,")): f'rank 0, cell 3: {{"op": "FREE", "buf": "x.0.0"}}: x.0.0 {UNDEFINED}',
+    lists(
+        ("0F0,0SEND_F0", "0SEND_F0,0F0")
+    ): f'rank 0, cell 3: {{"op": "SEND", "buf": "x.0.0", "to": 1}}: x.0.0 {UNDEFINED}',
     lists(("3RECV_F0,3F0,3RECV_F1,", "3RECV_F1,3RECV_F0,3F0,")): (
         'rank 1, cell 9: {"op": "RECV", "buf": "x.2.1", "from": 0}: the next message of this kind from rank 0 is sent '
         'by rank 0, cell 10: {"op": "SEND", "buf": "x.2.0", "to": 1} '
