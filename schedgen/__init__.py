@@ -57,7 +57,8 @@ if TYPE_CHECKING:
     from schedgen.schemes import SCHEMES, load
     from schedgen.schemes.scheme import Scheme, Sizes
     from schedgen.simulator.machine import Machine
-    from schedgen.simulator.network import Level, Network, read_network, topology
+    from schedgen.simulator.machine_file import read_network
+    from schedgen.simulator.network import Level, Network, topology
     from schedgen.simulator.simulate import simulate
     from schedgen.simulator.stats import stats
     from schedgen.util.errors import RefusedFile, UsageError
@@ -73,7 +74,7 @@ _MODULES = {
     **dict.fromkeys(("Scheme", "Sizes"), "schedgen.schemes.scheme"),
     **dict.fromkeys(("read", "write"), "schedgen.ir.file"),
     **dict.fromkeys(("RefusedFile", "UsageError"), "schedgen.util.errors"),
-    **dict.fromkeys(("Level", "Network", "read_network", "topology"), "schedgen.simulator.network"),
+    **dict.fromkeys(("Level", "Network", "topology"), "schedgen.simulator.network"),
     **dict.fromkeys(("SCHEMES", "load"), "schedgen.schemes"),
     "Machine": "schedgen.simulator.machine",
     "Options": "schedgen.compiler.options",
@@ -83,6 +84,7 @@ _MODULES = {
     "compile": "schedgen.compiler.compile",
     "forward_list": "schedgen.compiler.forward_only",
     "plan": "schedgen.planner.plan",
+    "read_network": "schedgen.simulator.machine_file",
     "read_layers": "schedgen.planner.layer_profile",
     "read_profile": "schedgen.planner.stage_costs",
     "search": "schedgen.planner.order_search.search_ways",

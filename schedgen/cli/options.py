@@ -14,7 +14,8 @@ from schedgen.planner.candidates import SEARCHED
 from schedgen.planner.order_search.question import BUDGET, OBJECTIVES
 from schedgen.schemes import SCHEMES
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.network import Alpha, Network, read_network, topology
+from schedgen.simulator.machine_file import read_network
+from schedgen.simulator.network import Alpha, Network, topology
 from schedgen.util.errors import UsageError
 from schedgen.util.option_fields import (
     READ,

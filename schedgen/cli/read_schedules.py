@@ -43,7 +43,7 @@ from schedgen.report.memory_advice import advice_as_json, advice_as_text, memory
 from schedgen.report.stats_table import named_numbers, stats_table
 from schedgen.report.torch_csv import as_torch_csv
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.network import read_network
+from schedgen.simulator.machine_file import read_network
 from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.simulator.stats import simulation_numbers, stats
 from schedgen.simulator.timeline import Timeline

@@ -2,6 +2,7 @@
 
 simulate.py            when each instruction runs; execution.py is its loop
 machine.py             the machine: links, sizes, the time of a STEP; a profile read
+network.py             what joins its devices, and what messages and sums occupy; machine_file.py reads one
 buffer_sizes.py        the bytes of every buffer, message and sum on it
 timeline.py            when instructions ran and what they waited for, simulated or measured; where time went
 stats.py               the numbers of a simulation, and of a schedule where messages take no time

@@ -120,9 +120,7 @@ def message_bytes(program: Program, sizes: BufferSizes, rows: Numbers) -> Number
     of_job = table.kind == Kind.SAVED
     column[of_job] = table.stage[of_job]
     x, g, w, dw, partial, saved, *_, state, _ = sizes.by_kind(header)
-    by_kind: Numbers = np.stack(
-        [0 * x, x, g, w, dw, partial, saved, state]
-    )  # a partial in place of a t, which is not sent
+    by_kind: Numbers = np.stack([0 * x, x, g, w, dw, partial, saved, state])  # partial: for t, which is not sent
     return by_kind[np.where(is_gradient & (table.op == Op.RECV), Kind.DW + 1, table.kind), column]
 
 

@@ -47,14 +47,11 @@ def footprint(program: Program, sizes: BufferSizes) -> Footprint:
     host = np.array([sizes.saved[stages].sum() for stages in host_plan(program).stages], np.int64)
     if program.header.offloads_optimizer:
         host += program.header.is_owner @ sizes.state_by_unit(program.header.weight_shards)[0]
-    return Footprint(_owned(program.header, sizes), np.array(slots, np.int64), _computed(program, sizes), host)
-
-
-def _computed(program: Program, sizes: BufferSizes) -> Numbers:
-    """By rank: the most bytes at once of what jobs compute, with their workspaces."""
-    most = np.zeros(program.header.workers, np.int64)
-    np.maximum.at(most, program.rows.rank, computed_bytes(program, sizes).sum(axis=0))
-    return most
+    owned, computed = np.zeros((2, program.header.workers), np.int64)
+    for part in owned_parts(program.header, sizes):
+        np.add.at(owned, list(part.ranks), part.bytes)
+    np.maximum.at(computed, program.rows.rank, computed_bytes(program, sizes).sum(axis=0))
+    return Footprint(owned, np.array(slots, np.int64), computed, host)
 
 
 def is_computed(lifetimes: Lifetimes) -> Flags:
@@ -86,13 +83,6 @@ class OwnedPart(NamedTuple):
     stage: int  # -1: it is of no single stage
     ranks: Sequence[int]  # each holds it as often as it is listed
     bytes: int
-
-
-def _owned(header: Header, sizes: BufferSizes) -> Numbers:
-    owned = np.zeros(header.workers, np.int64)
-    for part in owned_parts(header, sizes):
-        np.add.at(owned, list(part.ranks), part.bytes)
-    return owned
 
 
 def owned_parts(header: Header, sizes: BufferSizes) -> Iterator[OwnedPart]:

@@ -17,7 +17,8 @@ from schedgen.ir.header import Header
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.stage_graph import StageGraph
 from schedgen.ir.version_1 import from_version_1
-from schedgen.simulator.network import Level, Network, network_of
+from schedgen.simulator.machine_file import network_of
+from schedgen.simulator.network import Level, Network
 from schedgen.util.arrays import Floats, Times
 from schedgen.util.errors import RefusedFile, clip, number_of
 from schedgen.util.parse_json import read_json
@@ -51,11 +52,6 @@ class Machine(NamedTuple):
     def network(self) -> Network:
         """The network that joins the ranks."""
         return self.joined or Network((Level("network", 0, self.alpha, self.beta),))
-
-    @property
-    def is_free(self) -> bool:
-        """Whether messages and copies take no time, and wait for no receive or link."""
-        return self.network.is_free
 
     def on(self, network: Network) -> Machine:
         """The machine with this network in place of its own."""

@@ -13,25 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import reduce
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.ir.cost import is_amount
-from schedgen.ir.limits import MOST_WORKERS
 from schedgen.util.arrays import AnyInts, Ints, Numbers, Times
-from schedgen.util.errors import RefusedFile, UsageError, clip, number_of
-from schedgen.util.files import AnyPath, display_name, read_text
-from schedgen.util.parse_json import read_json
+from schedgen.util.errors import UsageError, number_of
 
 Alpha = float | tuple[tuple[float, float], ...]
-LEVEL_FORM = (
-    '{"name": text, "devices": number or list, "alpha": time or [[bytes, time], ...], "beta": time, "card": time}'
-)
-KEYS = ("levels", "speed", "memory", "host")
-MOST_LEVELS = 16
 HOST = -1  # in place of a rank, as the end of a copy: the memory of the other end's host
 
 
@@ -295,93 +286,3 @@ def topology(hosts: int, devices: int, alpha: Sequence[Alpha], beta: Sequence[fl
     """
     inside = Level("host", (devices,) * hosts, alpha[0], beta[0])
     return Network((inside, Level("network", 0, alpha[-1], beta[-1], beta[-1])) if hosts > 1 else (inside,))
-
-
-def read_network(file: AnyPath) -> Network:
-    """The network that a machine file describes; RefusedFile if it describes none, OSError if it cannot be opened."""
-    name = display_name(file)
-    return network_of(read_json(read_text(file), name), name)
-
-
-def network_of(values: Any, name: str) -> Network:
-    """The network that a JSON value describes; RefusedFile, which begins with `name`, if it describes none."""
-    listed = values.get("levels") if isinstance(values, dict) and values.keys() <= {*KEYS} else None
-    if not isinstance(listed, list) or not 0 < len(listed) <= MOST_LEVELS:
-        raise RefusedFile(f"{name}: a machine is an object with a list of levels and perhaps {', '.join(KEYS[1:])}")
-    levels = tuple(_level(each, f"{name}: level {k}", k, k == len(listed) - 1) for k, each in enumerate(listed))
-    speed, memory = (
-        _amounts(values[key], f"{name}: {key}", most) if key in values else most
-        for key, most in (("speed", 1.0), ("memory", math.inf))
-    )
-    network = Network(levels, speed, memory, _host(values.get("host", {}), f"{name}: host"))
-    if len({*(counts := network.counts).values()}) > 1:
-        said = ", ".join(f"{count} by {what}" for what, count in counts.items())
-        raise RefusedFile(f"{name}: the numbers of devices differ: {said}")
-    _check_nested(network, name)
-    return network
-
-
-def _level(values: Any, where: str, number: int, is_last: bool) -> Level:
-    given = {"devices": 0, "card": 0, **values} if isinstance(values, dict) else {}
-    devices, alpha = given.get("devices"), given.get("alpha")
-    counts: list[Any] = devices if isinstance(devices, list) and devices else [devices]
-    right = given.keys() == {*Level._fields} and isinstance(given["name"], str) and _are_alphas(alpha)
-    right = right and is_amount(given["beta"]) and is_amount(given["card"])
-    right = right and (devices == 0 or all(map(_is_count, counts))) and sum(counts) <= MOST_WORKERS
-    for wrong, words in (
-        (not right, f"should be {LEVEL_FORM}, with times of at least 0 and up to {MOST_WORKERS} devices"),
-        (right and given["card"] and not number, "the innermost level has no card: a card joins groups below it"),
-        (right and not devices and not is_last, "devices is missing: how many a group of this level has"),
-        (len(counts) > 1 and is_last, "the last level joins all devices: give their number, or leave devices out"),
-    ):
-        if wrong:
-            raise RefusedFile(f"{where}: {words}")
-    return Level(
-        clip(given["name"]),
-        tuple(counts) if isinstance(devices, list) else int(devices or 0),
-        tuple((float(size), float(time)) for size, time in alpha) if isinstance(alpha, list) else float(alpha or 0),
-        float(given["beta"]),
-        float(given["card"]),
-    )
-
-
-def _host(values: Any, where: str) -> HostLink:
-    """The link to the host's memory that a JSON value describes; RefusedFile if it describes none."""
-    host = HostLink(**values) if isinstance(values, dict) and values.keys() <= {*HostLink._fields} else None
-    if host is None or not (_is_count(host.devices) and is_amount(host.alpha) and is_amount(host.beta)):
-        raise RefusedFile(f"{where} should be an object with some of {', '.join(HostLink._fields)}, none below 0")
-    _amounts(host.memory if "memory" in values else 1, f"{where}: memory", math.inf)
-    return host
-
-
-def _is_count(value: Any) -> bool:
-    """Whether a value is a number of devices."""
-    return type(value) is int and 1 <= value <= MOST_WORKERS
-
-
-def _are_alphas(value: Any) -> bool:
-    """Whether a value is a time, or a list of [bytes, time] that ascends from 0 bytes."""
-    if not isinstance(value, list) or not all(isinstance(each, list) and len(each) == 2 for each in value):
-        return is_amount(value)
-    begins = [begin for begin, _ in value]
-    is_valid = all(is_amount(number) for each in value for number in each)
-    return bool(value) and is_valid and begins[0] == 0 and begins == sorted({*begins})
-
-
-def _check_nested(network: Network, name: str) -> None:
-    """RefusedFile unless every group of a level is some groups of the level below, and one of them is several."""
-    count = network.devices or 2 * max(each.devices for each in network.levels if isinstance(each.devices, int))
-    ends = np.diff(network.groups(count), axis=1) > 0
-    for (below, level), (inner, outer) in zip(pairwise(network.levels), pairwise(ends), strict=True):
-        if (outer & ~inner).any():
-            raise RefusedFile(f"{name}: the groups of level '{level.name}' divide some of level '{below.name}'")
-        if (outer == inner).all():
-            raise RefusedFile(f"{name}: no message uses level '{level.name}': it joins no two groups of '{below.name}'")
-
-
-def _amounts(value: Any, where: str, most: float) -> float | tuple[float, ...]:
-    amounts = value if isinstance(value, list) and value else [value]
-    if not all(is_amount(amount) and 1e-12 <= amount <= most for amount in amounts):
-        limit = "" if math.isinf(most) else f" and at most {most:g}"
-        raise RefusedFile(f"{where} should be a number above 0{limit}, or a list of one for every device")
-    return tuple(map(float, amounts)) if isinstance(value, list) else float(value)

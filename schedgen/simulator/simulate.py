@@ -155,7 +155,7 @@ def simulate(program: Program, cost: Mapping[str, Amount] | None = None, machine
     links = Links(machine.network, header.workers)
     paths, sums = _paths(program, waits, sizes, links, lasts)
     run = new_run(program, waits.members, sums, links.count)
-    execute.sized(4 * len(program))(listed, waiting, lasts, paths, sums, machine.is_free, 0, run)
+    execute.sized(4 * len(program))(listed, waiting, lasts, paths, sums, links.is_free, 0, run)
     np.maximum(run.arrival, 0.0, out=run.arrival)
     arrival, parts = np.split(run.arrival, [len(program)])
     simulation = Simulation(program, sizes, run.start, arrival, run.idle, run.cause, lasts, machine, parts)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from schedgen.cli.main import main as schedgen
-from schedgen.simulator.network import network_of
+from schedgen.simulator.machine_file import network_of
 
 MLP = "mpirun.examples.mlp:tiny"
 X = 64 * 128 * 4  # bytes of an activation

@@ -11,7 +11,7 @@ import pytest
 from mpirun.comm import machine_speed
 from mpirun.comm.device import Device
 from mpirun.comm.machine_speed import ROUNDS, SIZES, fitted, measure_levels, speeds
-from schedgen.simulator.network import network_of
+from schedgen.simulator.machine_file import network_of
 
 BYTES = np.array(SIZES, np.float64)
 QUIET = 3e-6 + 1e-10 * BYTES

@@ -16,8 +16,9 @@ from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
+from schedgen.simulator.machine_file import network_of
 from schedgen.simulator.memory_plan import host_plan
-from schedgen.simulator.network import HostLink, Level, Network, network_of
+from schedgen.simulator.network import HostLink, Level, Network
 from schedgen.simulator.simulate import simulate
 from schedgen.simulator.timeline import CAUSES, OFFLOAD_CAUSE
 from schedgen.util.errors import RefusedFile, UsageError

@@ -40,7 +40,7 @@ def test_a_second_simulation_agrees(data):
     program = data.draw(programs())
     machine = Machine(activation=data.draw(st.sampled_from([1, 60])), weight=120, saved=3, step=0.5)
     machine = machine.on(data.draw(networks(program.header.workers)))
-    if machine.is_free:
+    if machine.network.is_free:
         return
     run = simulate(program, program.header.cost, machine)
     start, arrival = simulate_again(program, program.header.cost, machine)
