@@ -1,7 +1,9 @@
-"""Microbatches, and the run's source of them. `loader.py` makes those of a dataset, with their padding and divisors.
+"""Microbatches, the run's source of them, and what the jobs of a rank read them by.
 
-The command line makes one from the training text, and the run's seed, the step and the microbatch's number. It depends
-on nothing else, so that any rank can make it. The text is one file, or modules of Python's own standard library.
+The first job of a pass that reads a microbatch makes it, the last one drops it. `loader.py` makes those of a
+dataset, with their padding and divisors. The command line makes one from the training text, and the run's seed, the
+step and the microbatch's number. It depends on nothing else, so that any rank can make it. The text is one file, or
+modules of Python's own standard library.
 """
 
 from __future__ import annotations
@@ -9,16 +11,18 @@ from __future__ import annotations
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
 from mpirun.data.chunks import in_own_memory
-from mpirun.data.values import digest_of, named_leaves
+from mpirun.data.values import digest_of, named_leaves, to_device
 from schedgen.util.errors import UsageError
 
 MakeBatch = Callable[[Tensor, np.random.Generator], tuple[Any, Any]]
@@ -121,3 +125,44 @@ def training_text(path: str | None, length: int) -> bytes:
 def standard_library() -> bytes:
     """The modules at the top level of the running interpreter's standard library, 5 MB, in sorted order."""
     return b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+
+
+@dataclass
+class Position:
+    """The step that a rank is executing."""
+
+    step: int = 0
+
+
+class MicrobatchReader:
+    """Makes the microbatches that the jobs of a rank read, and keeps them for later jobs."""
+
+    def __init__(self, source: MicrobatchSource, device: torch.device, position: Position) -> None:
+        self.source, self.device, self.position = source, device, position
+        self.kept: dict[int, Microbatch] = {}  # those that a later job still reads
+        self.last_reader: dict[int, object] = {}  # by microbatch
+        self.digests: dict[int, str] | None = None  # hashes of those made from now on; None: they are not recorded
+
+    def reader(self, mb: int, keep: bool) -> Callable[[], Microbatch]:
+        """A function that reads a microbatch for a job; call `reader` in the order of the jobs.
+
+        `keep`: keep the microbatch for later jobs; False for a forward that saves nothing for its backward.
+        """
+        reader = self.last_reader[mb] = object()
+
+        def read() -> Microbatch:
+            batch = self.kept.pop(mb, None)
+            if batch is None:
+                made = self.source(self.position.step, mb)
+                if self.digests is not None:
+                    self.digests[mb] = digest(made)
+                batch = to_device(made, self.device)
+            if keep and self.last_reader[mb] is not reader:
+                self.kept[mb] = batch
+            return batch
+
+        return read
+
+    def forget(self) -> None:
+        """Drop the kept microbatches: the next job that reads one makes it again."""
+        self.kept.clear()

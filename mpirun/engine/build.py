@@ -1,4 +1,7 @@
-"""One rank's interpreter, built with everything that it needs: stages, memory slots, transport, optimizer."""
+"""One rank's interpreter for a run, built with everything that it needs: stages, memory slots, transport, optimizer.
+
+Around the core's passes it has graphs, stream words, and calls of MPI during jobs.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,15 @@ from torch import Tensor, nn
 from mpirun.comm.fail_together import Stop, first_difference, together
 from mpirun.comm.gpu_transport import make_transport
 from mpirun.comm.ordered_allreduce import AllreduceQueue
-from mpirun.comm.progress_thread import MessageProgress
-from mpirun.comm.transport import NO_ROW
+from mpirun.comm.progress_thread import ENOUGH, MessageProgress
+from mpirun.comm.transport import NO_ROW, Transport
+from mpirun.data.microbatches import MicrobatchReader, Position
 from mpirun.data.values import digest_of, raw_bytes
 from mpirun.engine.core.buffers import LocalBuffers
-from mpirun.engine.core.context import Around, Context
+from mpirun.engine.core.context import Act, Around, Context
 from mpirun.engine.core.grad_buffers import GradBuffers
-from mpirun.engine.core.microbatch_reader import MicrobatchReader, Position
+from mpirun.engine.core.interpreter import Interpreter
+from mpirun.engine.core.optimizer_step import StepResult
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.grad_norm import GradNorms
 from mpirun.engine.job_graphs import Job, JobGraphs, check_nothing_offloaded
@@ -27,7 +32,6 @@ from mpirun.engine.loss import MinibatchLoss, check_forwards_first, exchange_amo
 from mpirun.engine.memory_slots import MemorySlots
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.other_sums import SliceSums, tied_sum
-from mpirun.engine.run_interpreter import RunInterpreter
 from mpirun.engine.running_statistics import KeptBuffers
 from mpirun.engine.setup import Setup
 from mpirun.engine.weight_versions import StageVersions
@@ -39,7 +43,59 @@ from mpirun.watchdog import NOTHING, OTHERS, WAIT, WORDS
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, Instruction, Kind
 from schedgen.ir.program import Program
-from schedgen.simulator.bytes_under_way import bytes_under_way
+from schedgen.simulator.buffer_sizes import bytes_under_way
+
+
+class RunInterpreter(Interpreter):
+    """A rank's list, prepared for a run."""
+
+    def __init__(
+        self,
+        context: Context,
+        state: memoryview,
+        under_way: Sequence[int],
+        progress: MessageProgress,
+        graphs: JobGraphs | None,
+    ) -> None:
+        """Prepare all instructions. Collective.
+
+        state      the words that the watchdog reads
+        under_way  by row, the bytes in flight while the instruction runs
+        progress   calls MPI; interpreters with the same modules share it
+        graphs     captures and replays jobs; None: no job is captured
+        """
+        super().__init__(context, state)
+        self.optimizer, self.slots, self.progress, self.graphs = context.optimizer, context.slots, progress, graphs
+        self.warm = False  # whether a step is done
+        if self.transport.moves_alone or graphs is not None:  # a rank is never inside a replayed job for long
+            return
+        for row, i in enumerate(context.instructions):
+            if i.op in COMPUTE and under_way[row] >= ENOUGH:
+                act = self.code[row]
+                self.code[row] = _where_messages_move(self.transport, progress.with_thread(act), act)
+
+    def run(self, step: int) -> StepResult:
+        """As in `Interpreter`; with words once steps neither allocate memory nor load kernels.
+
+        Both may wait for streams that wait for words.
+        """
+        if self.graphs is not None:
+            self.graphs.begin_pass()
+        self.context.device.use_words(self.warm and (self.graphs is None or self.graphs.captured))
+        result = super().run(step)
+        self.warm = True
+        return result
+
+
+def _where_messages_move(transport: Transport, with_calls: Act, act: Act) -> Act:
+    """An act that runs `with_calls` if messages are in flight when it begins, else `act`."""
+    transport.watch()
+    moves = transport.moves
+
+    def run() -> None:
+        (with_calls if moves() else act)()
+
+    return run
 
 
 class Values(NamedTuple):
@@ -84,11 +140,8 @@ def check_same_start(comm: MPI.Intracomm, own: Mapping[Values, str]) -> None:
 
 def _digest(tensors: Mapping[str, Tensor]) -> str:
     """A digest of names and values. A whole stage's values go through CRC-32: three times as fast as SHA-256."""
-    return digest_of(part for name, x in sorted(tensors.items()) for part in (name, x.dtype, x.shape, _crc(x)))
-
-
-def _crc(x: Tensor) -> int:
-    return zlib.crc32(raw_bytes(x).data)
+    items = ((name, x.dtype, x.shape, zlib.crc32(raw_bytes(x).data)) for name, x in sorted(tensors.items()))
+    return digest_of(part for item in items for part in item)
 
 
 def build_interpreter(

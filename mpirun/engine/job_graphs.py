@@ -58,7 +58,6 @@ class JobGraphs:
         self.refused: dict[int, str] = {}  # by stage: why it is not captured
         self.seen: dict[Any, bytes] = {}  # by stage and version, opcode, form of the inputs: digest of operations
         self.as_always: set[tuple[int, int]] = set()  # stage and microbatch that compute normally in this pass
-        self.told = False  # whether `refusals` were printed
 
     def begin_pass(self) -> None:
         """Begin the next pass through the list."""
@@ -73,8 +72,8 @@ class JobGraphs:
 
     @property
     def looked(self) -> bool:
-        """Whether all refusals are known."""
-        return self.passes >= LOOKED_AT[-1]
+        """Whether this pass was the one after which all refusals are known."""
+        return self.passes == LOOKED_AT[-1]
 
     def refusals(self) -> list[str]:
         """A line for each stage that is not captured."""

@@ -80,20 +80,14 @@ class Recipe:
         held = {id(parameter) for group in groups_of(optimizers) for parameter in group["params"]}
         if held - names.keys():
             raise UsageError("the optimizer has other parameters than it is given: take those of the NamedParameters")
-        if not all(entry.whole for entry in named):
-            self._check_pieces(named, optimizers)
-        left_out = {name for x, name in names.items() if x not in held}
-        return SteppedOptimizer(self, optimizers, derived_seed(seed, shard + 1, named[0].name), left_out)
-
-    def _check_pieces(self, named: Sequence[NamedParameter], optimizers: Several) -> None:
-        """UsageError unless pieces of parameters are stepped element by element."""
-        piece = next(entry.name for entry in named if not entry.whole)
         others = [type(each).__name__ for each in optimizers if not (self.elementwise or type(each) in ELEMENTWISE)]
-        if others:
+        for piece in [entry.name for entry in named if others and not entry.whole]:
             raise UsageError(
                 f"several ranks divide {piece}, and {others[0]} is none of torch.optim's classes that step "
                 "element by element: say Engine(elementwise=True) if it does, or divide no weights (shards 1, tensor 1)"
             )
+        left_out = {name for x, name in names.items() if x not in held}
+        return SteppedOptimizer(self, optimizers, derived_seed(seed, shard + 1, named[0].name), left_out)
 
 
 class SteppedOptimizer:

@@ -23,7 +23,7 @@ from mpirun.engine.loss import check_minibatch_loss
 from mpirun.engine.options import HostOptions, RunOptions, SetupOptions
 from mpirun.engine.recipe import Recipe
 from mpirun.model.contract import Model
-from mpirun.model.dataflow import Dataflow, Reads, all_outputs, check_graph
+from mpirun.model.dataflow import Dataflow, all_outputs, check_graph
 from mpirun.model.stage_shape import StageShape
 from mpirun.model.trial import Trial
 from schedgen.ir.header import Header
@@ -104,7 +104,8 @@ def set_up(
         host.device.be_deterministic()
     together(comm, lambda: _check_options(unsliced_model, options, recipe, header, host.device))
     model = together(comm, lambda: expanded_model(unsliced_model, header))
-    reads = together(comm, lambda: _reads(model, header, source))
+    reads = model.resolved_reads(header.graph.producers, len(source.example.leaves))
+    together(comm, lambda: check_graph(reads, header))
     dtype, device = torch.bfloat16 if options.autocast else None, host.device.torch
     shapes = from_rank_0(comm, lambda: Trial(model, reads, source.example, dtype, device, prepare).shapes())
     counts = [len(shape.outputs) for shape in shapes]
@@ -125,9 +126,3 @@ def _check_options(model: Model, options: RunOptions, recipe: Recipe, header: He
     check_slices(model, header)
     if model.loss_of == "minibatch":
         check_minibatch_loss(header)
-
-
-def _reads(model: Model, header: Header, microbatches: MicrobatchSource) -> Reads:
-    reads = model.resolved_reads(header.graph.producers, len(microbatches.example.leaves))
-    check_graph(reads, header)
-    return reads

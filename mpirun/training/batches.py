@@ -226,12 +226,6 @@ class Shapes:
         return shape
 
 
-def check_padding(header: Header) -> None:
-    """Stop if a microbatch with padding would count as much as the others."""
-    if not header.has_flush:
-        raise Stop('this schedule updates stages one by one, so no microbatch may be padded: last="drop"')
-
-
 def check_loss_weight(given: object, model: Model, header: Header) -> None:
     """UsageError if `loss_weight` is no function, or a microbatch's loss has the same weight in every step."""
     if given is not None and not callable(given):

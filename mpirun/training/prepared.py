@@ -22,14 +22,14 @@ from mpirun.data.dataset_loaders import StreamLoader
 from mpirun.data.loader import Batch
 from mpirun.data.microbatches import Microbatch, MicrobatchSource, Shape, tokens
 from mpirun.data.values import by_path
+from mpirun.engine.build import RunInterpreter
 from mpirun.engine.options import RunOptions, SetupOptions, values_of
 from mpirun.engine.recipe import Recipe
-from mpirun.engine.run_interpreter import RunInterpreter
 from mpirun.engine.running_statistics import statistics_rank
 from mpirun.engine.setup import Host, Setup, set_up
 from mpirun.model.contract import Model
 from mpirun.model.loss import loss_input, why_uncut
-from mpirun.training.batches import LossWeight, Shapes, StepBatches, check_padding, loss_weights, shares
+from mpirun.training.batches import LossWeight, Shapes, StepBatches, loss_weights, shares
 from mpirun.training.evaluation import Evaluator
 from mpirun.training.profile import Copies, Profile, graph_of
 from mpirun.training.saving import Checkpoints
@@ -105,8 +105,9 @@ class Prepared:
             raise Stop("verify=True does all steps again, but an IterableDataset is read once: train without it")
         of_shape = self.use(batch, self.shapes.of(batch, f"step {session.steps + 1}"))
         size, own = of_shape.example.size, batch.microbatches.values()
-        if min(batch.samples) < (max(batch.samples) if self.shapes.any else size):
-            check_padding(session.header)
+        is_padded = min(batch.samples) < (max(batch.samples) if self.shapes.any else size)
+        if is_padded and not session.header.has_flush:  # a padded microbatch would count as much as the others
+            raise Stop('this schedule updates stages one by one, so no microbatch may be padded: last="drop"')
         weights = None if self.weigh is None else loss_weights(self.weigh, batch, session.comm)
         if not self.labels_are_checked:
             note_ignored_labels(session.comm, batch)

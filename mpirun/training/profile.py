@@ -29,13 +29,12 @@ from mpirun.comm.machine_speed import measure_machine, speeds
 from mpirun.comm.output import write_output
 from mpirun.data.microbatches import Microbatch, MicrobatchSource
 from mpirun.data.values import copy_of
-from mpirun.engine.build import build_interpreter
+from mpirun.engine.build import RunInterpreter, build_interpreter
 from mpirun.engine.core.context import Act
 from mpirun.engine.core.interpreter import Interpreter
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
 from mpirun.engine.other_sums import parameters_of_tie
-from mpirun.engine.run_interpreter import RunInterpreter
 from mpirun.engine.setup import Setup
 from mpirun.model.build_stage import given_apart
 from mpirun.model.dataflow import ALIGN

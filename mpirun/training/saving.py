@@ -89,7 +89,8 @@ class Checkpoints:
         run.interpreter.optimizer.take_assigned()
         self.writer.resume(manifest)
         self.resumed = manifest.directory
-        run.resumed(manifest.step)
+        run.begun = run.steps = manifest.step
+        run.start = None  # a checkpoint has replaced all values
         return True
 
     def open(self, directory: Path) -> None:

@@ -58,13 +58,14 @@ class Given(NamedTuple):
                 raise UsageError("stages: say how many the function is to make")
             torch.manual_seed(self.seed)
             model = model(sum(layers) if layers else stages)
-        if isinstance(model, Cut):
-            if loss is None:
-                raise UsageError("loss: say what it is, a split module has none")
+        if isinstance(model, Model):
+            model = model if loss is None else model._replace(loss=of_last_stage(loss, model.origin.rebuild))
+        elif loss is None:
+            what = "a split module has" if isinstance(model, Cut) else "modules have"
+            raise UsageError(f"loss: say what it is, {what} none")
+        elif isinstance(model, Cut):
             model = model.model(loss)
-        elif not isinstance(model, Model):
-            if loss is None:
-                raise UsageError("loss: say what it is, modules have none")
+        else:
             modules = list(model) if isinstance(model, Iterable) else [model]
             wanted = sum(layers) if layers else stages or len(modules)
             if isinstance(model, nn.Module) and is_bare(model) and wanted == 1:
@@ -74,8 +75,6 @@ class Given(NamedTuple):
                 raise UsageError(f"the model, a {type(model).__name__}, is not in {wanted} stages: {split}")
             else:
                 model = Model(modules, loss)
-        elif loss is not None:
-            model = model._replace(loss=of_last_stage(loss, model.origin.rebuild))
         if layers is not None:
             model = join_stages(model, layers)
         if self.loss_of is not None:
@@ -131,9 +130,7 @@ def is_scheme(name: str) -> bool:
     return Path(name).suffix == ".py" or (Path(name).suffix != ".json" and not Path(name).is_file())
 
 
-def _compile(
-    model: Model, scheme: str, microbatches: int | None, workers: int, options: Mapping[str, Any] = {}
-) -> Program:
+def _compile(model: Model, scheme: str, microbatches: int | None, workers: int, options: Mapping[str, Any]) -> Program:
     """The program of a scheme for a model; None: as many microbatches as workers."""
     graph, stages = model.graph(), len(model.stages)
     if scheme == "fsdp" and stages == 1:  # a bare module, of which each worker should own a part

@@ -12,25 +12,22 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from mpi4py import MPI
 
 from mpirun.comm.device import Device
 from mpirun.comm.fail_together import Stop, first_difference, on_rank_0, refuse, together
 from mpirun.comm.output import note, say
 from mpirun.comm.run_comm import RunComm
 from mpirun.comm.waiting import sleeping_barrier
-from mpirun.engine.build import Values, build_interpreter, check_same_start
+from mpirun.engine.build import RunInterpreter, Values, build_interpreter, check_same_start
 from mpirun.engine.core.optimizer_step import StepResult
-from mpirun.engine.job_graphs import JobGraphs
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
 from mpirun.engine.read_schedule import Schedule
-from mpirun.engine.run_interpreter import RunInterpreter
 from mpirun.engine.running_statistics import buffers_shared
 from mpirun.engine.setup import RankPart, Setup
 from mpirun.engine.step_trace import StepTrace
@@ -138,7 +135,8 @@ class Session:
             say(self.setup.device.description, sys.stdout)
         if not any(shape.parameter_names for shape in setup.shapes):
             note(self.comm, "no parameter is trainable: steps change nothing")
-        note_left_out(self.comm, self.interpreter.optimizer.left_out)
+        if left_out := sorted(set().union(*self.comm.allgather(self.interpreter.optimizer.left_out))):
+            note(self.comm, f"the optimizer leaves out {listed(left_out)}: this Engine does not train them")
         self.sigterm.take()
 
     def check_start(self) -> None:
@@ -169,11 +167,6 @@ class Session:
             interpreter.transport.free()
         for interpreter in self.interpreters[:1]:
             interpreter.progress.free()
-
-    def resumed(self, steps: int) -> None:
-        """A checkpoint of so many steps has replaced all values."""
-        self.begun = self.steps = steps
-        self.start = None
 
     def begin_trace(self, path: str, schedule: str | None) -> None:
         """Record from now on when each rank executes which instruction, for a file that is not `schedule`."""
@@ -220,11 +213,14 @@ class Session:
         """
         begin, step = time.perf_counter(), self.steps
         if compared:
-            self.interpreter.microbatches.record_digests()
+            self.interpreter.microbatches.digests = {}
         result = self.interpreter.run(step)
         if compared:
             self._check_same_data(step)
-        note_uncaptured(self.comm, self.interpreter.graphs)
+        if self.interpreter.graphs is not None and self.interpreter.graphs.looked:  # once, as soon as it is known
+            lines = self.comm.gather(self.interpreter.graphs.refusals()) or ()
+            for line in sorted({line for of_rank in lines for line in of_rank}):
+                note(self.comm, line)
         seconds = time.perf_counter() - begin
         self.steps += 1
         if not self.interpreter.optimizer_step.finite:
@@ -237,7 +233,8 @@ class Session:
 
     def _check_same_data(self, step: int) -> None:
         """Stop if ranks have different hashes of a microbatch, which were recorded in step `step`, from 0."""
-        if (difference := first_difference(self.comm, self.interpreter.microbatches.take_digests())) is not None:
+        digests, self.interpreter.microbatches.digests = self.interpreter.microbatches.digests, None
+        if (difference := first_difference(self.comm, digests or {})) is not None:
             number, one, other, *_ = difference
             raise Stop(
                 f"ranks {one} and {other} have got different data for microbatch {number} of step {step + 1}: data "
@@ -315,19 +312,3 @@ def mean(values: list[float], weights: list[float]) -> float:
     if len(set(weights)) == 1:
         return sum(values) / len(values)
     return sum(value * weight for value, weight in zip(values, weights, strict=True) if weight)
-
-
-def note_left_out(comm: MPI.Intracomm, names: Collection[str]) -> None:
-    """Name the parameters that no optimizer has; `names`: those of this rank. Collective."""
-    if left_out := sorted(set().union(*comm.allgather(names))):
-        note(comm, f"the optimizer leaves out {listed(left_out)}: this Engine does not train them")
-
-
-def note_uncaptured(comm: MPI.Intracomm, graphs: JobGraphs | None) -> None:
-    """Name, once and as soon as it is known, the stages that are not captured as graphs, and why. Collective."""
-    if graphs is None or graphs.told or not graphs.looked:
-        return
-    graphs.told = True
-    lines = comm.gather(graphs.refusals()) or ()
-    for line in sorted({line for of_rank in lines for line in of_rank}):
-        note(comm, line)

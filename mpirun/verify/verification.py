@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mpirun.comm.output import say
 from mpirun.comm.waiting import sleeping_barrier
+from mpirun.engine.build import RunInterpreter
 from mpirun.engine.core.weight_layout import Unit
-from mpirun.engine.run_interpreter import RunInterpreter
 from mpirun.engine.running_statistics import statistics_rank
 from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import Dataflow, Value

@@ -18,9 +18,8 @@ from schedgen.ir.accesses import Accesses
 from schedgen.ir.effects import COLLECTIVES, RECEIVERS, SENDERS
 from schedgen.ir.program import Program
 from schedgen.ir.transport import MESSAGES
-from schedgen.util.arrays import AnyInts, Ints, Numbers
+from schedgen.util.arrays import AnyInts, Ints, Numbers, stable_order
 from schedgen.util.jit import kernel
-from schedgen.util.sort import stable_order
 
 
 class Follows(NamedTuple):

@@ -15,8 +15,7 @@ from schedgen.analysis.lifetimes import Lifetimes
 from schedgen.ir.effects import COLLECTIVES, RECEIVERS, SENDERS
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
-from schedgen.util.arrays import AnyInts, Ints, Numbers
-from schedgen.util.sort import stable_order
+from schedgen.util.arrays import AnyInts, Ints, Numbers, stable_order
 
 
 class Messages(NamedTuple):

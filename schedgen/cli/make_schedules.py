@@ -23,7 +23,6 @@ from schedgen.cli.options import (
     SearchOptions,
     SizeOptions,
 )
-from schedgen.cli.read_lists import note_left_out
 from schedgen.compiler.compile import compile
 from schedgen.compiler.lower import Dump
 from schedgen.compiler.options import Options
@@ -72,7 +71,8 @@ def run_compile(options: CompileOptions) -> int:
         _write_compiled(options, scheme, sizes, graph)
     if torch_list.has_messages and replacing:
         note(f"--{replacing[0].replace('_', '-')} replaces the messages of {options.scheme} by schedgen's")
-    note_left_out(torch_list)
+    if torch_list.left_out:
+        note(torch_list.left_out)
     return 0
 
 

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from schedgen.checker import check, check_but_waits
+from schedgen import checker
+from schedgen.checker import Prove, check, check_but_waits
 from schedgen.checker.proof import Proof
 from schedgen.checker.repair import Fewest, fewest, repair
 from schedgen.cli.options import (
@@ -26,7 +27,7 @@ from schedgen.cli.options import (
     SimulateOptions,
     StatsOptions,
 )
-from schedgen.cli.read_lists import checked
+from schedgen.compiler.torch_program import torch_program
 from schedgen.ir.cost import Amount, durations
 from schedgen.ir.file import parse, write
 from schedgen.ir.program import Program
@@ -42,13 +43,34 @@ from schedgen.report.draw.scene import Scene, build_scene, default_colouring
 from schedgen.report.memory_advice import advice_as_json, advice_as_text, memory_advice
 from schedgen.report.stats_table import named_numbers, stats_table
 from schedgen.report.torch_csv import as_torch_csv
+from schedgen.schemes.torch_list import list_in
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.machine_file import read_network
 from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.simulator.stats import simulation_numbers, stats
 from schedgen.simulator.timeline import Timeline
-from schedgen.util.errors import UsageError, note, number_of, one_line
+from schedgen.util.errors import RefusedFile, UsageError, note, number_of, one_line
 from schedgen.util.files import display_name, is_standard_output, open_output, read_text
+
+
+def checked(name: str, prove: Prove = checker.check) -> Program:
+    """The schedule in file `name` (-: standard input), or torch's list in a .csv, read and checked. Raises RefusedFile.
+
+    Notes on stderr say what of torch's list the program leaves out, and whose the messages are.
+    """
+    if not name.endswith(".csv"):
+        return checker.checked(name, prove)
+    torch_list = list_in(name)
+    try:
+        program = torch_program(torch_list)
+    except UsageError as error:
+        raise RefusedFile(f"{name}: {error}") from None
+    prove(program, name)
+    if not torch_list.has_messages:
+        note(f"{name} has jobs alone: its messages are those that schedgen compile gives it")
+    if torch_list.left_out:
+        note(torch_list.left_out)
+    return program
 
 
 def run_check(options: CheckOptions) -> int:

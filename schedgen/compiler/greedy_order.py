@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.compiler.job_waits import cycle, may_start, wait_arrays
-from schedgen.ir.job_graph import JobGraph
+from schedgen.ir.job_graph import JobGraph, cycle, may_start, wait_arrays
 from schedgen.util.arrays import Flags, Ints, Numbers, Times
 from schedgen.util.errors import UsageError
 from schedgen.util.heap import least_leaf, pop, push, set_leaf, time_of

@@ -17,10 +17,9 @@ from schedgen.ir.instructions import B, Op, W
 from schedgen.ir.limits import check_workers
 from schedgen.ir.program import Program, rows
 from schedgen.ir.weight_versions import FLUSH, TWO_BUFFERS
-from schedgen.util.arrays import Ints, Times
+from schedgen.util.arrays import Ints, Times, stable_order
 from schedgen.util.errors import UsageError
 from schedgen.util.progress import over
-from schedgen.util.sort import stable_order
 from schedgen.util.version import __version__
 
 Dump = Callable[[str, Program], object]  # is called with the name of a pass, and the program after it

@@ -15,15 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schedgen.compiler.greedy_order import greedy
-from schedgen.compiler.job_waits import cycle, may_start, wait_arrays
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.cost import by_stage, own_costs, redo_duration
 from schedgen.ir.instructions import DIRECTIONS, B, W
-from schedgen.ir.job_graph import JobGraph
-from schedgen.util.arrays import Flags, Ints, Numbers, Times
+from schedgen.ir.job_graph import JobGraph, cycle, may_start, wait_arrays
+from schedgen.util.arrays import Flags, Ints, Numbers, Times, stable_order
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import kernel
-from schedgen.util.sort import stable_order
 
 
 def order(placed: PlacedScheme) -> Times:

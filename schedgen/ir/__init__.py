@@ -10,7 +10,7 @@ file.py               writes and reads the file: validate_header.py its header, 
 limits.py             how large a schedule may be
 graph_file.py         what a schedule must know of a model
 cost.py               durations of jobs
-job_graph.py          what each job waits for
+job_graph.py          what each job waits for, and jobs that never start
 
 Imports `util` only; all other packages build on it.
 """

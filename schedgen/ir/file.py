@@ -26,7 +26,7 @@ from schedgen.ir.validate_header import Wrong, read_header, read_limits
 from schedgen.ir.version_1 import from_version_1
 from schedgen.util.arrays import Ints
 from schedgen.util.errors import RefusedFile
-from schedgen.util.parse_json import read_json
+from schedgen.util.files import read_json
 
 VERSION = 2
 CHUNK = 2**16  # rows written at a time

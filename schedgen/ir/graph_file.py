@@ -13,8 +13,7 @@ from schedgen.ir.limits import MOST_LAYERS, MOST_STAGES
 from schedgen.ir.stage_graph import check_edges, check_per_consumer
 from schedgen.ir.version_1 import from_version_1
 from schedgen.util.errors import RefusedFile, UsageError, clip, number_of
-from schedgen.util.files import AnyPath, display_name, read_text
-from schedgen.util.parse_json import read_json
+from schedgen.util.files import AnyPath, display_name, read_json, read_text
 
 
 @dataclass(frozen=True)

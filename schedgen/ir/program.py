@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import EXCHANGED, Instruction, Kind, Op, Operands
-from schedgen.util.arrays import AnyInts, Flags, Ints, Numbers, Small, Times
-from schedgen.util.sort import stable_order
+from schedgen.util.arrays import AnyInts, Flags, Ints, Numbers, Small, Times, stable_order
 
 
 class Columns(NamedTuple):

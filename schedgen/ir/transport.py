@@ -24,8 +24,7 @@ from schedgen.ir.instructions import KIND_NAME, Kind
 from schedgen.ir.program import Program
 from schedgen.util.arrays import Numbers
 from schedgen.util.errors import RefusedFile, UsageError
-from schedgen.util.files import display_name, read_text
-from schedgen.util.parse_json import read_json
+from schedgen.util.files import display_name, read_json, read_text
 
 NAMES = ("one", "rank", "pair", "edge", "edge-kind")
 MESSAGES = (*SENDERS, *RECEIVERS)

@@ -30,8 +30,7 @@ from schedgen.ir.version_1 import from_version_1
 from schedgen.simulator.machine import Machine, parse_profile
 from schedgen.util.arrays import Floats
 from schedgen.util.errors import RefusedFile, UsageError, clip
-from schedgen.util.files import AnyPath, display_name, read_text
-from schedgen.util.parse_json import read_json
+from schedgen.util.files import AnyPath, display_name, read_json, read_text
 
 Edge = tuple[int, int]
 

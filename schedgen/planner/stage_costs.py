@@ -22,8 +22,7 @@ from schedgen.planner.partition import prefixes, unreplicated
 from schedgen.simulator.machine import Machine, by_direction, parse_profile, workspaces
 from schedgen.util.arrays import Floats
 from schedgen.util.errors import UsageError
-from schedgen.util.files import AnyPath, display_name, read_text
-from schedgen.util.parse_json import read_json
+from schedgen.util.files import AnyPath, display_name, read_json, read_text
 
 SHORTEST = 1e-5  # the least time of a stage's job, as a share of the longest job's
 

@@ -31,8 +31,8 @@ from schedgen.ir.program import Program
 from schedgen.report.chrome_trace import event_name
 from schedgen.simulator.buffer_sizes import NUMBER
 from schedgen.simulator.simulate import Simulation
+from schedgen.util.arrays import places_in_runs
 from schedgen.util.errors import UsageError
-from schedgen.util.sort import places_in_runs
 
 VERSION = "1.0.0"
 LOAD_NODE, STORE_NODE, COMP_NODE, SEND_NODE, RECV_NODE, COLLECTIVE_NODE = 2, 3, 4, 5, 6, 7  # NodeType

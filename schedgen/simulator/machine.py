@@ -21,7 +21,7 @@ from schedgen.simulator.machine_file import network_of
 from schedgen.simulator.network import Level, Network
 from schedgen.util.arrays import Floats, Times
 from schedgen.util.errors import RefusedFile, clip, number_of
-from schedgen.util.parse_json import read_json
+from schedgen.util.files import read_json
 
 
 class Machine(NamedTuple):

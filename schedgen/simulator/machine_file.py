@@ -12,8 +12,7 @@ from schedgen.ir.cost import is_amount
 from schedgen.ir.limits import MOST_WORKERS
 from schedgen.simulator.network import HostLink, Level, Network
 from schedgen.util.errors import RefusedFile, clip
-from schedgen.util.files import AnyPath, display_name, read_text
-from schedgen.util.parse_json import read_json
+from schedgen.util.files import AnyPath, display_name, read_json, read_text
 
 LEVEL_FORM = (
     '{"name": text, "devices": number or list, "alpha": time or [[bytes, time], ...], "beta": time, "card": time}'

@@ -1,2 +1,2 @@
-"""What every package may use: types of arrays, errors, files, JSON, progress bars, option types, text tables, the
-terminal, compiled loops, heaps, sorting, the version."""
+"""What every package may use: types of arrays, sorting, errors, files, JSON, progress bars, option types, text
+tables, compiled loops, heaps, the version."""

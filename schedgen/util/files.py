@@ -1,20 +1,23 @@
 """Open files by the names that users give, where - is standard input or output.
 
-Input that is read whole is limited in size. A regular file that is written appears complete or not at all.
+Input that is read whole is limited in size; JSON may be written by hand. A regular file that is written appears
+complete or not at all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
-from schedgen.util.errors import RefusedFile, UsageError
+from schedgen.util.errors import RefusedFile, UsageError, clip
 
 BLOCK = 2**20  # bytes read at a time
 READ_LIMIT = 2**28  # bytes of a file that is read at once
@@ -112,3 +115,25 @@ def is_standard_output(name: str | None) -> bool:
 def _standard_stream(name: str) -> TextIO | None:
     """Standard output or error if the file `name` is that stream; else None."""
     return {"-": sys.stdout, "/dev/stdout": sys.stdout, "/dev/stderr": sys.stderr}.get(name)
+
+
+def parse_json(text: str) -> Any:
+    """Like `json.loads`, but a key that an object has twice is a ValueError, too (JSON would take the last value)."""
+    return json.loads(text, object_pairs_hook=_distinct)
+
+
+def read_json(text: str, name: str) -> Any:
+    """`parse_json` of the content of the file `name`; its errors become RefusedFile, with the line if it is known."""
+    try:
+        return parse_json(text)
+    except (ValueError, RecursionError) as error:  # such as a number of thousands of digits, or deep nesting
+        where = f"{name}:{error.lineno}" if isinstance(error, json.JSONDecodeError) else name
+        raise RefusedFile(f"{where}: not JSON: {getattr(error, 'msg', error)}") from None
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        ((key, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"an object has {clip(repr(key))} twice")
+    return entries

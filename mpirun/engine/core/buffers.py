@@ -52,11 +52,6 @@ class LocalBuffers:
             buffer.arriving = None
         return buffer.value
 
-    def wait_values(self, buffers: Sequence[LocalBuffer]) -> None:
-        """Wait until all these buffers have arrived."""
-        for buffer in buffers:
-            self.wait_value(buffer)
-
     def wait_sent(self, buffer: LocalBuffer) -> None:
         """Wait until all sends of a buffer are done: from then on its memory may change."""
         for done, row in buffer.sends:

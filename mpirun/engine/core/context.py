@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -16,10 +16,9 @@ from torch import Tensor
 from mpirun.comm.device import Device
 from mpirun.comm.ordered_allreduce import AllreduceQueue
 from mpirun.comm.transport import Transport
-from mpirun.data.microbatches import Microbatch
+from mpirun.data.microbatches import Microbatch, MicrobatchReader, Position
 from mpirun.engine.core.buffers import LocalBuffers
 from mpirun.engine.core.grad_buffers import GradBuffers
-from mpirun.engine.core.microbatch_reader import MicrobatchReader, Position
 from mpirun.engine.core.split_backward import WeightHalf
 from mpirun.engine.core.stage import LocalStage, SavedForward
 from mpirun.model.dataflow import Dataflow
@@ -124,4 +123,4 @@ class Context:
         if i.stage not in self.slots.fetched:
             return None
         shards = [self.buffers.get(Kind.W, i.stage, piece=shard) for shard in self.stages[i.stage].shard_spans]
-        return partial(self.buffers.wait_values, shards)
+        return lambda: [self.buffers.wait_value(shard) for shard in shards]

@@ -13,8 +13,7 @@ from schedgen.compiler.passes.find_rows import NextRow, rows_at_end
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.ir.program import Program, rows
-from schedgen.util.arrays import Ints, Numbers
-from schedgen.util.sort import stable_order
+from schedgen.util.arrays import Ints, Numbers, stable_order
 
 
 def owner_sums(program: Program, placed: PlacedScheme) -> Program:

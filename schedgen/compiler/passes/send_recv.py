@@ -15,8 +15,7 @@ from schedgen.ir.header import Header
 from schedgen.ir.instructions import COMPUTE, B, F, Kind, Op
 from schedgen.ir.program import Program, Rows, concatenate, rows
 from schedgen.ir.transport import in_queue_order, queues
-from schedgen.util.arrays import AnyInts, Flags, Ints, Numbers
-from schedgen.util.sort import stable_order
+from schedgen.util.arrays import AnyInts, Flags, Ints, Numbers, stable_order
 
 
 def send_recv(program: Program, placed: PlacedScheme) -> Program:

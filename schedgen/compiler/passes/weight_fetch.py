@@ -37,8 +37,7 @@ from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.cost import DIRECTION, redo_duration
 from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.ir.program import Program, concatenate, rows
-from schedgen.util.arrays import Numbers
-from schedgen.util.sort import stable_order
+from schedgen.util.arrays import Numbers, stable_order
 
 
 class Copy(NamedTuple):

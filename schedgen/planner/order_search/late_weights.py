@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.compiler.job_waits import may_start
 from schedgen.ir.instructions import B, W
+from schedgen.ir.job_graph import may_start
 from schedgen.planner.order_search.problem import OrderProblem, class_nodes
 from schedgen.planner.order_search.run_order import Run, begin_run, new_run
 from schedgen.util.arrays import Numbers, Times

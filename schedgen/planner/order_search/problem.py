@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.compiler.job_waits import wait_arrays
 from schedgen.compiler.options import Options
 from schedgen.compiler.place import PlacedScheme, place
 from schedgen.compiler.refine import refine
 from schedgen.ir.cost import Amount, by_stage
 from schedgen.ir.instructions import B, F
+from schedgen.ir.job_graph import wait_arrays
 from schedgen.planner.order_search.question import Question
 from schedgen.schemes.scheme import Scheme
 from schedgen.simulator.lower_bounds import order_bound

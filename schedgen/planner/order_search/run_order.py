@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from schedgen.compiler.job_waits import may_start
+from schedgen.ir.job_graph import may_start
 from schedgen.planner.order_search.problem import OrderProblem
 from schedgen.util.arrays import Flags, Numbers, Times
 from schedgen.util.jit import kernel

@@ -13,7 +13,7 @@ import numpy as np
 from schedgen.ir.instructions import Kind, Op
 from schedgen.report.draw import figure_axes
 from schedgen.report.draw.colours import HELD, INK, LOOKS, SHARE_COLOURS, TRANSFER_COLOURS, colours
-from schedgen.report.draw.figure_style import (
+from schedgen.report.draw.figure_axes import (
     HATCH_OPACITY,
     HATCHES,
     LABEL,

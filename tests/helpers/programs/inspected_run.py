@@ -163,7 +163,7 @@ def calls_of_mpi(calls: bool) -> contextlib.ExitStack:
     """A context in which a thread calls MPI during jobs, however little there is to gain."""
     stack = contextlib.ExitStack()
     if calls:
-        stack.enter_context(mock.patch("mpirun.engine.run_interpreter.ENOUGH", 1))
+        stack.enter_context(mock.patch("mpirun.engine.build.ENOUGH", 1))
         stack.enter_context(mock.patch("mpirun.comm.progress_thread.PERIOD", 1e-6))
         stack.enter_context(mock.patch("mpirun.comm.transport.AT_ONCE", 0))
     return stack

@@ -13,7 +13,7 @@ from mpirun.engine.core.offload import HostSlot, SavedTensors
 from mpirun.engine.core.stage import LocalStage, SavedForward
 from mpirun.engine.job_graphs import check_nothing_offloaded
 from mpirun.engine.memory_tracker import MemoryTracker
-from mpirun.engine.optimizer_on_host import StateOnHost
+from mpirun.engine.optimizer import StateOnHost
 from mpirun.engine.recipe import NamedParameter, Recipe
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.stage_shape import StageShape

@@ -76,13 +76,13 @@ for scheme, loss_of in (*((name, "microbatch") for name in ("gpipe", "1f1b", "zb
 def test_a_run_that_is_closed_or_refused_leaves_nothing_behind(ranks, tmp_path, launch):
     """Neither its handlers of SIGTERM and of exceptions, nor its threads, torch's included."""
     script = """
-import mpirun.engine.run_interpreter
+import mpirun.engine.build
 def now():
     return signal.getsignal(signal.SIGTERM), sys.excepthook, threading.active_count(), torch.get_num_threads()
 torch.set_num_threads(len(os.sched_getaffinity(0)) + 1)
 before = now()
 stopped = [(refused(engine, 2, "1f1b", buckets=(0,), timeout=60), now() == before)]
-mpirun.engine.run_interpreter.ENOUGH = 0  # a thread calls MPI during every job
+mpirun.engine.build.ENOUGH = 0  # a thread calls MPI during every job
 for _ in range(2):
     with engine(2, "1f1b", timeout=60) as run:
         for _ in range(3):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from torch_schedules import dump, schedule
 
-from schedgen.cli.read_lists import checked
+from schedgen.cli.read_schedules import checked
 from schedgen.ir.instructions import COMPUTE, Op
 
 DATA = Path(__file__).parents[2] / "data"

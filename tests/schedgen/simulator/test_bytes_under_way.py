@@ -16,8 +16,7 @@ from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
-from schedgen.simulator.buffer_sizes import BufferSizes, message_bytes, summed_bytes
-from schedgen.simulator.bytes_under_way import bytes_under_way
+from schedgen.simulator.buffer_sizes import BufferSizes, bytes_under_way, message_bytes, summed_bytes
 
 
 def own_rows(program, rank):
