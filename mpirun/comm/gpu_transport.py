@@ -42,8 +42,9 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from mpi4py import MPI
 from torch import Tensor
@@ -51,7 +52,7 @@ from torch import Tensor
 from mpirun.comm.device import Device, Mark
 from mpirun.comm.message import mpi_buffer
 from mpirun.comm.stream_words import Number, Word
-from mpirun.comm.transport import OnWait, Receive, Transport
+from mpirun.comm.transport import Receive, Transport
 from mpirun.comm.waiting import Done, punctual_naps
 
 WIDEST = 16  # bytes: host memory begins at a multiple of it in the block, so that every type stays aligned
@@ -183,16 +184,8 @@ class QueuedTransport(Transport):
     Messages to the same GPU memory go through the same host memory.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        groups: Sequence[Sequence[int]],
-        crowded: bool = True,
-        on_wait: OnWait = lambda row: None,
-        *,
-        device: Device,
-    ) -> None:
-        super().__init__(comm, groups, crowded, on_wait, device=device)
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.sends: deque[Transfer] = deque()  # those that have not begun
         self.receives_to_begin: deque[Transfer] = deque()
         self.sends_of_sums: deque[Transfer] = deque()
@@ -300,7 +293,7 @@ class QueuedTransport(Transport):
             while self.thread is not None:
                 self.busy.wait()
                 self.busy.clear()
-                while self._advance_all() and self.thread is not None:
+                while self.thread is not None and self._advance_all():
                     time.sleep(NAP)
         except BaseException as error:
             self.failure = error
@@ -309,14 +302,6 @@ class QueuedTransport(Transport):
                 self.comm.Abort(1)
 
 
-def make_transport(
-    comm: MPI.Intracomm,
-    groups: Sequence[Sequence[int]],
-    crowded: bool = True,
-    on_wait: OnWait = lambda row: None,
-    *,
-    device: Device,
-) -> Transport:
+def make_transport(*arguments: Any, device: Device) -> Transport:
     """The transport for tensors on a device, with the arguments of `Transport`. Collective."""
-    kind = Transport if device.kind == "cpu" else QueuedTransport
-    return kind(comm, groups, crowded, on_wait, device=device)
+    return (Transport if device.kind == "cpu" else QueuedTransport)(*arguments, device=device)

@@ -82,7 +82,15 @@ def check_compiled(program: Program) -> None:
     """
     header = program.header
     if not header.has_flush and any(header.several_owners):
-        _check_updates(program)
+        try:
+            check(program)
+        except RefusedFile as error:
+            if error.rule not in (4, 6):
+                raise
+            raise UsageError(
+                f"--updates {header.weight_versions.updates}: in this order all-reduces of different stages wait for "
+                "one another: workers that share a stage should have no other stage, or the same order of jobs"
+            ) from None
     check_copies(program)
     limit = header.memory_limit
     if limit is not None and (held := int(analyse(program).memory.saved.max())) > limit:
@@ -90,16 +98,3 @@ def check_compiled(program: Program) -> None:
             f"--memory-limit {limit}: a worker holds {held} saved forwards, "
             "since the limit does not delay backwards that run on another worker than their forwards"
         )
-
-
-def _check_updates(program: Program) -> None:
-    """Run all rules; UsageError if sums of different stages wait for one another."""
-    try:
-        check(program)
-    except RefusedFile as error:
-        if error.rule not in (4, 6):
-            raise
-        raise UsageError(
-            f"--updates {program.header.weight_versions.updates}: in this order all-reduces of different stages "
-            "wait for one another: workers that share a stage should have no other stage, or the same order of jobs"
-        ) from None

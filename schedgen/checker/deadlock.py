@@ -27,11 +27,6 @@ class Execution(NamedTuple):
     all: Events
     happened: Ints  # events, in the order of an execution
 
-    @property
-    def is_right(self) -> bool:
-        """Whether all ranks reach their ends with the right buffers."""
-        return self.met.complete and len(self.happened) == self.all.total
-
 
 def executed(program: Program, communicator: Numbers | None, batch: bool = False) -> Execution:
     """Execute a program; its communicators are as in `ir.transport`, None: MPI."""

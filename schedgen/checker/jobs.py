@@ -25,7 +25,10 @@ def rule_1(proof: Proof) -> None:
         # Among split backwards a BWD counts as both halves.
         _once(proof, (op, Op.BWD) if d else (op,), compute[d], every=True)
     _once(proof, (Op.RECOMPUTE,), compute[B], every=False)
-    _redone_behind_forward(proof)
+    redone = proof.rows_of(Op.RECOMPUTE)  # by rule 2 it precedes the backward
+    row = proof.program.job_rows(Op.FWD)[proof.stage[redone], proof.mb[redone]]
+    late = row[(row > redone) & (proof.rank[row] == proof.rank[redone])]
+    proof.refuse_any(1, late, "this forward comes after its RECOMPUTE")
     if split:
         for s, b in np.argwhere(compute[W] != compute[B])[:1]:
             proof.refuse_rank(1, int(compute[W, s, b]), f"W({s}, {b}) is not on the worker of I({s}, {b})")
@@ -46,11 +49,3 @@ def _once(proof: Proof, ops: tuple[Op, ...], worker: Ints, every: bool) -> None:
     if every and jobs < worker.size:
         s, b = divmod(int(np.argmin(there)), proof.header.microbatches)
         proof.refuse_rank(1, int(worker[s, b]), f"{ops[0].name} of stage {s}, microbatch {b} is missing")
-
-
-def _redone_behind_forward(proof: Proof) -> None:
-    """Prove that on one rank no FWD comes after the RECOMPUTE of its job, which by rule 2 precedes the backward."""
-    redone = proof.rows_of(Op.RECOMPUTE)
-    row = proof.program.job_rows(Op.FWD)[proof.stage[redone], proof.mb[redone]]
-    late = row[(row > redone) & (proof.rank[row] == proof.rank[redone])]
-    proof.refuse_any(1, late, "this forward comes after its RECOMPUTE")

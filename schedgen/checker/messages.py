@@ -8,7 +8,6 @@ from schedgen.analysis.messages import entries
 from schedgen.checker.proof import Proof
 from schedgen.ir.effects import RECEIVERS, SENDERS
 from schedgen.ir.instructions import EXCHANGED
-from schedgen.util.arrays import Numbers
 from schedgen.util.errors import clip
 
 
@@ -42,7 +41,11 @@ def rule_6(proof: Proof) -> None:
             proof.refuse(6, int(row), f"this rank is not in group {group}, {clip(str(list(members)))}")
         starts = np.searchsorted(proof.rank[rows], members)
         ends = np.searchsorted(proof.rank[rows], members, side="right")
-        names, first = _names_in_collectives(proof, rows), np.arange(starts[0], ends[0])
+        # What members must agree on, shape (5, rows): slices enter a sum under their own stage.
+        of_slices, stages = np.isin(proof.kind[rows], EXCHANGED), (proof.stage[rows], proof.piece[rows])
+        stage, piece = (np.where(of_slices, proof.header.model_stage(each), each) for each in stages)
+        names = np.stack([proof.op[rows], proof.kind[rows], stage, proof.mb[rows], piece])
+        first = np.arange(starts[0], ends[0])
         if (ends - starts == len(first)).all():
             by_member = names.reshape(len(names), len(members), len(first))
             if (by_member == by_member[:, :1]).all():
@@ -56,10 +59,3 @@ def rule_6(proof: Proof) -> None:
             if len(first) != len(entered):
                 longer, absent = (first, rank) if len(first) > len(entered) else (entered, members[0])
                 proof.refuse(6, int(rows[longer[both]]), f"rank {absent} of group {group} does not enter this")
-
-
-def _names_in_collectives(proof: Proof, rows: Numbers) -> Numbers:
-    """What the members of a collective must agree on, shape (5, rows): slices enter a sum under their own stage."""
-    of_slices, stages = np.isin(proof.kind[rows], EXCHANGED), (proof.stage[rows], proof.piece[rows])
-    stage, piece = (np.where(of_slices, proof.header.model_stage(each), each) for each in stages)
-    return np.stack([proof.op[rows], proof.kind[rows], stage, proof.mb[rows], piece])

@@ -60,17 +60,14 @@ def repair(program: Program, name: str, transport: Transport) -> Repaired:
         new = np.lexsort((at, rank))
         behind, was = np.maximum.accumulate(last[new])[np.argsort(new)], np.maximum.accumulate(last)
         moved = np.flatnonzero(is_message & (behind != was))
-        return Repaired(_reordered(program, new), moved, behind[moved], False)
+        return Repaired(Program(program.header, program.rows.take(new)), moved, behind[moved], False)
     ordered, queue = (row, rank) if transport.batch else (np.flatnonzero(queue >= 0), queue)
     order = ordered[np.lexsort((at[ordered], queue[ordered]))]
     behind = row.copy()
     behind[order] = in_queue_order(order, queue[order])
     moved = np.flatnonzero(behind != row)
-    return Repaired(_reordered(program, np.lexsort((at, behind))), moved, behind[moved], True)
-
-
-def _reordered(program: Program, rows: Numbers) -> Program:
-    return Program(program.header, program.rows.take(rows))
+    reordered = Program(program.header, program.rows.take(np.lexsort((at, behind))))
+    return Repaired(reordered, moved, behind[moved], True)
 
 
 class Fewest(NamedTuple):
@@ -94,7 +91,8 @@ def fewest(program: Program, name: str) -> Fewest:
     def safe(number: Numbers) -> bool:
         carried = np.where(separate < 0, -1, separate + len(first))
         carried[rows] = number[kind_of_edge]
-        return executed(program, carried).is_right
+        met, all, happened = executed(program, carried)
+        return met.complete and len(happened) == all.total
 
     number = np.arange(len(first))
     if not safe(number):

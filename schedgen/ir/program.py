@@ -138,11 +138,6 @@ class Program:
         """The instruction of one row."""
         return Instruction(*(int(column[row]) for column in self.rows[1:]))
 
-    @property
-    def mixes_backwards(self) -> bool:
-        """Whether the schedule splits backwards, but not all of them."""
-        return len(self.header.directions) == 3 and len(self.rows_of(Op.BWD)) > 0
-
     def exchanges(self) -> Numbers:
         """The rows of sums over slices: every member's ALLREDUCE of an x or a g."""
         sums = self.rows_of(Op.ALLREDUCE)

@@ -73,14 +73,6 @@ def _label(scheme: str, groups: int | None) -> str:
     return one_line(scheme) if groups is None else f"{scheme} G={groups}"
 
 
-def _schemes(files: Sequence[str], workers: int) -> list[tuple[str, int | None]]:
-    """(scheme, groups): files, then built-in schemes, with every number of groups for those that have groups."""
-    divisors = [G for G in range(1, workers + 1) if workers % G == 0]
-    grouped = ("lpp", "fslpp")
-    names = dict.fromkeys((*files, *SCHEMES))
-    return [(name, G) for name in names for G in (divisors if name in grouped else (None,))]
-
-
 def compare(
     sizes: Sizes,
     cost: Mapping[str, float] | None = None,
@@ -99,7 +91,9 @@ def compare(
     workers = sizes.workers or 1
     check_workers(workers, sizes.stages)
     own = [os.fspath(file) for file in files]
-    schemes = _schemes(own, workers)
+    divisors = [G for G in range(1, workers + 1) if workers % G == 0]
+    names = dict.fromkeys((*own, *SCHEMES))
+    schemes = [(name, G) for name in names for G in (divisors if name in ("lpp", "fslpp") else (None,))]
     for name, groups in over(schemes, "compare", len(schemes)):
         sizes = sizes._replace(groups=groups)
         try:
@@ -142,7 +136,7 @@ def _compiled(name: str, sizes: Sizes, cost: Mapping[str, float] | None, limit: 
     check_compiled(program)
     if program.header.workers != sizes.workers:
         raise UsageError(f"it needs {program.header.workers} workers, not {sizes.workers}")
-    if cost is not None and has_both(cost) and program.mixes_backwards:
+    if cost is not None and has_both(cost) and scheme.split and len(program.rows_of(Op.BWD)):
         program = replace(program, header=replace(program.header, cost=cost))
     return program
 

@@ -63,8 +63,14 @@ def split(
     UsageError, with the line of the model that is the reason, if the module cannot be split.
     """
     args, kwargs = _call(example, example_kwargs)
-    _check_options(module, shared)
-    _warn_of_what_is_lost(module)
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"split takes an nn.Module, not {type(module).__name__}")
+    if shared not in SHARED:
+        raise UsageError(f"shared should be 'transmit' or 'replicate', not {shared!r}")
+    if not module.training:
+        warn_user(f"{type(module).__name__} is in eval mode and is traced so: its dropout does nothing")
+    if any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in module.modules()):
+        warn_user(f"torch.compile of {type(module).__name__} is lost: stages run the operations that are traced")
     meta = meta_module(module, init)
     sizes = bucket_sizes(buckets)
     calls = [of_bucket((args, kwargs), size) for size in sizes] or [(args, kwargs)]
@@ -146,20 +152,6 @@ def _call(example: Any, example_kwargs: Mapping[str, Any] | None) -> Call:
     if example_kwargs:
         raise UsageError("an example that is a mapping gives the kwargs, and so do example_kwargs: give one of them")
     return (), dict(example)
-
-
-def _check_options(module: object, shared: object) -> None:
-    if not isinstance(module, nn.Module):
-        raise UsageError(f"split takes an nn.Module, not {type(module).__name__}")
-    if shared not in SHARED:
-        raise UsageError(f"shared should be 'transmit' or 'replicate', not {shared!r}")
-
-
-def _warn_of_what_is_lost(module: nn.Module) -> None:
-    if not module.training:
-        warn_user(f"{type(module).__name__} is in eval mode and is traced so: its dropout does nothing")
-    if any(part._compiled_call_impl is not None or hasattr(part, "_orig_mod") for part in module.modules()):
-        warn_user(f"torch.compile of {type(module).__name__} is lost: stages run the operations that are traced")
 
 
 def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Dependencies:

@@ -26,8 +26,6 @@ aten = torch.ops.aten
 LAYERS = "__layers__"  # the submodule that holds a stage's operations that draw, follow the mode or are in a region
 RANDOM_OPS = "__draws__"  # that of those that draw, by whose names they are seeded
 
-
-aten = torch.ops.aten
 EVAL_VALUES = {"train": False, "training": False, "use_input_stats": False, "dropout_p": 0.0}  # by aten's parameter
 COUNTER = "num_batches_tracked"  # the buffer that normalisations count in, in train mode only
 
@@ -77,22 +75,6 @@ class RegionOp(nn.Module):
             for region, arguments in self.regions:
                 inside.enter_context(region(*arguments))
             return self.operation(*args, **kwargs)
-
-
-def mode_op(node: fx.Node, operation: Callable[..., Any], counters: Collection[fx.Node]) -> nn.Module | None:
-    """A module that runs a node as the mode asks; None if the mode changes nothing.
-
-    `operation`: in place of the node's target; `counters`: nodes of counters.
-    """
-    if changes_counter(node, counters):
-        return CountOp(operation)
-    in_eval = eval_arguments(node)
-    return ModeOp(operation, in_eval) if in_eval else None
-
-
-def counters_of(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes of normalisations' counters."""
-    return [node for node in graph.find_nodes(op="get_attr") if str(node.target).rpartition(".")[2] == COUNTER]
 
 
 def keep_eval_mode(stages: Iterable[nn.Module]) -> None:
@@ -194,7 +176,8 @@ class StageBuilder:
         self.dependencies, self.stage_of, self.results, self.owners = dependencies, stage_of, results, owners
         self.exported, self.modules = dependencies.exported, modules
         self.count = max(stage_of.values()) + 1
-        self.counters = counters_of(self.exported.graph)
+        states = self.exported.graph.find_nodes(op="get_attr")
+        self.counters = [node for node in states if str(node.target).rpartition(".")[2] == COUNTER]
         self.sent: list[set[fx.Node]] = [set() for _ in range(self.count)]  # by stage
         self.placed: set[str] = set()  # parameters and buffers that a stage has already
 
@@ -274,7 +257,12 @@ class StageBuilder:
         operation: Any = node.target
         if operation is aten.view.default and self.dependencies.root(node) not in self.dependencies.writes:
             operation = aten.reshape.default  # received values may have other strides than were traced
-        layer, draws = mode_op(node, operation, self.counters), self.dependencies.draws(node)
+        layer: nn.Module | None = None
+        if changes_counter(node, self.counters):
+            layer = CountOp(operation)
+        elif in_eval := eval_arguments(node):
+            layer = ModeOp(operation, in_eval)
+        draws = self.dependencies.draws(node)
         if isinstance(operation, OpOverload) and node.meta.get("regions"):
             layer = RegionOp(layer or operation, node.meta["regions"])
         if draws:

@@ -49,15 +49,21 @@ def figure(scenes: Sequence[Scene], out: BinaryIO, form: str, by: str, transfers
     """
     with matplotlib_style() as figure_type:
         span = max(scene.makespan for scene in scenes)
-        rows, width = [_row_height(scene) for scene in scenes], _width(scenes, span)
+        heights = [figure_axes.rows(scene) for scene in scenes]  # links have names
+        rows = [
+            min(max(5.0 / high, 0.22 if scene.links else 0.075), 0.36, TALLEST / high)
+            for scene, high in zip(scenes, heights, strict=True)
+        ]
+        width = _width(scenes, span)
         names = [name for scene in scenes if scene.links for name in scene.links.names]
         left = max(LEFT, *(text_width(name, SMALL) / 72 + 0.12 for name in names), 0)
         inner = width - left - RIGHT
         wide = inner * 72 / span  # points of a unit of time
         labels = [figure_axes.fitting_labels(scene, row, wide) for scene, row in zip(scenes, rows, strict=True)]
         above, below = _legends(scenes, by, transfers, any(labels))
-        heights = [row * figure_axes.rows(scene) for row, scene in zip(rows, scenes, strict=True)]
-        top, bottom = 0.45 + _legend_height(above), 0.39 + _legend_height(below)
+        heights = [row * high for row, high in zip(rows, heights, strict=True)]
+        legends = [LINE * -(-len(entries) // COLUMNS) for entries in (above, below)]  # inches
+        top, bottom = 0.45 + legends[0], 0.39 + legends[1]
         total = sum(heights) + top + bottom + BETWEEN * (len(scenes) - 1)
         drawing = figure_type(figsize=(width, total))
         y = total - top
@@ -74,7 +80,7 @@ def figure(scenes: Sequence[Scene], out: BinaryIO, form: str, by: str, transfers
             figure_axes.draw_shares(drawing.add_axes(box), scene)
             y -= height + BETWEEN
         _draw_legend(drawing, above, LEFT, total - 0.08)
-        _draw_legend(drawing, below, LEFT, _legend_height(below) + 0.04)
+        _draw_legend(drawing, below, LEFT, legends[1] + 0.04)
         save(drawing, out, form)
 
 
@@ -83,12 +89,6 @@ def _width(scenes: Sequence[Scene], span: float) -> float:
     shortest = min(float(np.median(scene.bars.length[scene.bars.length > 0])) for scene in scenes)
     longest = max(text_width(f"B{int(scene.bars.mb.max())}", LABEL) for scene in scenes)
     return min(max(LEFT + RIGHT + span / shortest * (longest + 2) / 72, NARROWEST), WIDEST)
-
-
-def _row_height(scene: Scene) -> float:
-    """Inches of a worker's row."""
-    rows = figure_axes.rows(scene)
-    return min(max(5.0 / rows, 0.22 if scene.links else 0.075), 0.36, TALLEST / rows)  # links have names
 
 
 def _legends(scenes: Sequence[Scene], by: str, transfers: Collection[str], labels: bool) -> tuple[Entries, Entries]:
@@ -119,11 +119,6 @@ def _swatch(paint: str, hatch: str = "") -> Any:
     from matplotlib.patches import Patch
 
     return Patch(facecolor=paint, edgecolor=(INK, HATCH_OPACITY), hatch=HATCHES[hatch], linewidth=0)
-
-
-def _legend_height(entries: Entries) -> float:
-    """Inches."""
-    return LINE * -(-len(entries) // COLUMNS)
 
 
 def _draw_legend(drawing: Figure, entries: Entries, x: float, y: float) -> None:

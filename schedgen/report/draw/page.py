@@ -62,14 +62,11 @@ def page(scenes: Sequence[Scene], by: str, transfers: bool) -> bytes:
         "scenes": json.dumps(numbers, separators=(",", ":")).replace("<", "\\u003c"),
         "columns": base64.b64encode(gzip.compress(b"".join(packed), LEVEL, mtime=0)).decode(),
     }
-    parts["script"] = "\n".join(_web(f"{name}.js") for name in SCRIPTS)
+    web = resources.files("schedgen.report.draw") / "web"
+    parts["script"] = "\n".join((web / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
+    form = (web / "page.html").read_text(encoding="utf-8")
     # In one pass, because a title may look like the placeholder of another part.
-    return re.sub(r"{{(\w+)}}", lambda placeholder: parts[placeholder[1]], _web("page.html")).encode()
-
-
-def _web(name: str) -> str:
-    """The text of a file of web/."""
-    return (resources.files("schedgen.report.draw") / "web" / name).read_text(encoding="utf-8")
+    return re.sub(r"{{(\w+)}}", lambda placeholder: parts[placeholder[1]], form).encode()
 
 
 def _described(scene: Scene, sized: bool, packed: list[bytes]) -> dict[str, Any]:

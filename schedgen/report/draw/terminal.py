@@ -55,7 +55,9 @@ def draw(scenes: Sequence[Scene], width: int, by: str, colour: bool) -> list[lis
     for scene in scenes:
         if lines:
             lines.append([])
-        lines += [[Cell(text)] for text in _wrap(_heading(scene), max(width, NARROWEST))]
+        busy, latency = scene.shares()[:, 0].mean(), format_time(scene.latency, scene.seconds)
+        sentences = [f"{heading(scene)}.", f"Latency {latency}, busy {busy:.1%}."]
+        lines += [[Cell(text)] for text in _wrap(sentences, max(width, NARROWEST))]
         rows = _rows(scene, scale, span, left, style)
         shown |= {character for row in rows for cell in row[1:-1] for character in cell.text}
         lines += rows
@@ -85,11 +87,6 @@ def show(scenes: Sequence[Scene], by: str) -> None:
             style = " ".join(part for part in (cell.ink, cell.paper and f"on {cell.paper}") if part)
             text.append(cell.text, style)
         console.print(text, crop=False)
-
-
-def _heading(scene: Scene) -> list[str]:
-    busy = scene.shares()[:, 0].mean()
-    return [f"{heading(scene)}.", f"Latency {format_time(scene.latency, scene.seconds)}, busy {busy:.1%}."]
 
 
 def _rows(scene: Scene, scale: float, span: float, left: int, style: Style) -> list[list[Cell]]:
