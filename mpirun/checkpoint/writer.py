@@ -47,7 +47,7 @@ class CheckpointWriter:
         _, untrained = untrained_entries(part)
         together(comm, lambda: self._check_entries(untrained))
         self.directory: Path | None = None
-        self.lock: FolderLock | None = None  # on rank 0
+        self.lock: int | None = None  # on rank 0, the file that holds it
         self.last = 0
 
     def _check_entries(self, untrained: list[str]) -> None:
@@ -90,7 +90,7 @@ class CheckpointWriter:
     def close(self) -> None:
         """Release the lock, so that other runs may save; this run saves no more."""
         if self.lock is not None:
-            self.lock.release()
+            os.close(self.lock)
             self.lock = None
 
     def save(self, step: int, keep: int, state: bytes = b"") -> bool:
@@ -152,40 +152,34 @@ def _settings(part: RankPart, optimizer: str, schedule: str) -> dict[str, Any]:
     }
 
 
-class FolderLock:
-    """A lock on a folder of checkpoints: one run at a time saves there. Its file stays.
+def lock_folder(folder: Path) -> int:
+    """Lock a folder of checkpoints, where one run at a time saves, until the file that is returned is closed.
 
-    It is held from its construction until `release`, or until the process ends.
+    UsageError if another run has the lock. If the file system has no locks, a note says so.
     """
-
-    def __init__(self, folder: Path) -> None:
-        """UsageError if another run has the lock. If the file system has no locks, a note says so."""
-        with disk_format.refusing(folder):
-            self.file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self.file)
-            why = "another run saves there, or an earlier Engine of this script, which is not closed"
-            raise UsageError(f"saving to {folder}: {why}") from None
-        except OSError:
-            say(f"mpirun: note: {folder}: its file system has no locks: let one run save there at a time", sys.stderr)
-
-    def release(self) -> None:
-        """Let another run save there."""
-        os.close(self.file)
+    with disk_format.refusing(folder):
+        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)  # it stays
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        why = "another run saves there, or an earlier Engine of this script, which is not closed"
+        raise UsageError(f"saving to {folder}: {why}") from None
+    except OSError:
+        say(f"mpirun: note: {folder}: its file system has no locks: let one run save there at a time", sys.stderr)
+    return file
 
 
-def _locked(directory: Path, resumed: str | None) -> FolderLock:
+def _locked(directory: Path, resumed: str | None) -> int:
     """Make the folder and lock it; UsageError if that fails, or if it has checkpoints and is not the `resumed` one."""
     with disk_format.refusing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         is_checkpoint = (directory / disk_format.MANIFEST).exists()
     if is_checkpoint:
         raise UsageError(f"saving to {directory}: it is a checkpoint itself: save to another folder")
-    lock = FolderLock(directory)
+    lock = lock_folder(directory)
     if disk_format.step_folders(directory) and (resumed is None or Path(resumed).resolve() != directory.resolve()):
-        lock.release()
+        os.close(lock)
         others = "it has checkpoints of another run: resume from it, move it, or save elsewhere"
         raise UsageError(f"saving to {directory}: {others}")
     return lock

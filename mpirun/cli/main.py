@@ -11,24 +11,16 @@ import contextlib
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from mpi4py import MPI
 
-from mpirun.cli.options import graph_options, machine_options, profile_options, run_options
+from mpirun.cli.options import COMMANDS, read_options
 from mpirun.comm.fail_together import Stop
 from mpirun.training.errors import end_all_ranks
 from schedgen.util.files import prepare_streams
-
-# By name: what reads its options, and where its class is.
-COMMANDS: Mapping[str, tuple[Callable[[MPI.Intracomm, Sequence[str]], Any], str, str]] = {
-    "": (run_options, "run", "Run"),
-    "profile": (profile_options, "files", "Profile"),
-    "machine": (machine_options, "files", "Machine"),
-    "graph": (graph_options, "files", "Graph"),
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,11 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _command(comm: MPI.Intracomm, arguments: Sequence[str]) -> Any:
     """The requested command. torch is imported only once the options are right: --help does not wait for it."""
     name = arguments[0] if arguments and arguments[0] in COMMANDS else ""
-    read, module, kind = COMMANDS[name]
-    options = read(comm, arguments[1:] if name else arguments)
+    options = read_options(comm, name, arguments[1:] if name else arguments)
     with _imports():
-        command = getattr(importlib.import_module(f"mpirun.cli.{module}"), kind)
-    return command(comm, options)
+        module = importlib.import_module(f"mpirun.cli.{'files' if name else 'run'}")
+    return getattr(module, name.capitalize() or "Run")(comm, options)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The options of the three commands.
+"""The commands and their options.
 
 A mistake is a `Stop`, which ends all ranks and which rank 0 prints; so is --help, with exit code 0.
 """
@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 from mpi4py import MPI
 
@@ -41,8 +41,6 @@ python -m mpirun graph --help: what a model's stages read of one another
 
 example: mpiexec -n 4 python -m mpirun 1f1b.json --model mpirun.examples.gpt:tiny --steps 20"""
 STAGES = "how many stages the model is cut into"
-
-T = TypeVar("T", bound="CommandOptions")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +100,14 @@ class TrainOptions(RunOptions, OptimizerOptions, ModelOptions):
     )
     trace_steps: int = option("--trace-steps K", "trace the last K steps", count, 1, needs="trace")
 
+    def __post_init__(self) -> None:
+        """UsageError if options do not go together; places are absolute: a model may change the working directory."""
+        if self.trace and not self.steps:
+            raise UsageError("--trace: there is nothing to trace in 0 steps")
+        for name in ("save", "resume", "metrics", "trace"):
+            if (place := getattr(self, name)) not in (None, "", "-"):
+                object.__setattr__(self, name, str(Path(place).absolute()))
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions(SetupOptions, OptimizerOptions, ModelOptions):
@@ -111,6 +117,13 @@ class ProfileOptions(SetupOptions, OptimizerOptions, ModelOptions):
     schedule: str | None = option("--schedule FILE", "take stages and edges from a schedule", file=READ)
     output: str = option("-o --output PROFILE", "the file to write", file=WRITTEN)
     steps: int = option("--steps N", "steps that are timed", natural, 10)
+
+    def __post_init__(self) -> None:
+        """UsageError if options do not go together."""
+        if self.stages is None and self.schedule is None:
+            raise UsageError("--stages or --schedule is missing")
+        if not self.steps:
+            raise UsageError("--steps: nothing is measured in 0 steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,84 +149,64 @@ class RanksParser(Parser):
         raise Stop(f"{message} (see {self.prog} --help)")
 
 
-def run_options(comm: MPI.Comm, arguments: Sequence[str]) -> TrainOptions:
-    """The options from the arguments of `python -m mpirun`."""
-    parser = _parser("", "Train a model by a schedule, one MPI rank a worker.", EXAMPLES)
-    options = _read(comm, parser, TrainOptions, arguments, file="FILE", model="--model")
-    if options.trace and not options.steps:
-        parser.error("--trace: there is nothing to trace in 0 steps")
-    named = {name: getattr(options, name) for name in ("save", "resume", "metrics", "trace")}
-    places: dict[str, Any] = {
-        name: str(Path(file).absolute()) for name, file in named.items() if file not in (None, "-")
-    }
-    return replace(options, **places)  # the model's module may change the working directory
+class Command(NamedTuple):
+    """A command, which is what follows `python -m mpirun`."""
+
+    options: type[CommandOptions]
+    needed: Mapping[str, str]  # the required options, with their spelling in messages
+    description: str
+    epilog: str
 
 
-def profile_options(comm: MPI.Comm, arguments: Sequence[str]) -> ProfileOptions:
-    """The options from the arguments after `profile`."""
-    parser = _parser(
-        " profile",
+COMMANDS = {
+    "": Command(
+        TrainOptions, {"file": "FILE", "model": "--model"}, "Train a model by a schedule, one MPI rank a worker.",
+        EXAMPLES,
+    ),
+    "profile": Command(
+        ProfileOptions, {"model": "--model", "output": "--output"},
         "Measure what a model's stages and messages cost here, on all ranks at once:\n"
         "a profile for --profile of schedgen's commands, and for plan.",
         "example: mpiexec -n 4 python -m mpirun profile --model mpirun.examples.gpt:tiny --stages 4 -o tiny",
-    )
-    options = _read(comm, parser, ProfileOptions, arguments, model="--model", output="--output")
-    if options.stages is None and options.schedule is None:
-        parser.error("--stages or --schedule is missing")
-    if not options.steps:
-        parser.error("--steps: nothing is measured in 0 steps")
-    return options
-
-
-def machine_options(comm: MPI.Comm, arguments: Sequence[str]) -> MachineOptions:
-    """The options from the arguments after `machine`."""
-    parser = _parser(
-        " machine",
+    ),
+    "machine": Command(
+        MachineOptions, {"output": "--output"},
         "Measure links and devices, a rank on each device:\na file for --machine of schedgen's commands.",
         "example: mpiexec -n 8 python -m mpirun machine -o cluster.json",
-    )
-    return _read(comm, parser, MachineOptions, arguments, output="--output")
-
-
-def graph_options(comm: MPI.Comm, arguments: Sequence[str]) -> GraphOptions:
-    """The options from the arguments after `graph`."""
-    parser = _parser(
-        " graph",
+    ),
+    "graph": Command(
+        GraphOptions, {"model": "--model", "stages": "--stages", "output": "--output"},
         "Which stages of a model read which others, and share parameters:\n"
         "a file for --graph of schedgen compile, search and plan.",
         "example: python -m mpirun graph --model mymodel:unet --stages 4 -o unet.graph",
-    )
-    return _read(comm, parser, GraphOptions, arguments, model="--model", stages="--stages", output="--output")
+    ),
+}  # fmt: skip
 
 
-def _parser(command: str, description: str, epilog: str) -> Parser:
-    """`command`: what follows `python -m mpirun`."""
+def read_options(comm: MPI.Comm, name: str, arguments: Sequence[str]) -> Any:
+    """The options of the command `name`, from the arguments after it. Collective."""
+    command = COMMANDS[name]
     parser = RanksParser(
-        prog=f"python -m mpirun{command}", description=description, epilog=epilog, add_help=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog=f"python -m mpirun {name}".rstrip(), description=command.description, epilog=command.epilog,
+        add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("-h", "--help", action="store_true", help="show this and exit")
-    return parser
-
-
-def _read(comm: MPI.Comm, parser: Parser, kind: type[T], arguments: Sequence[str], **needed: str) -> T:
-    """The options of a command; `needed`: the required ones, with their spelling in messages. Collective."""
-    add_arguments(parser, kind)
+    add_arguments(parser, command.options)
     values = vars(parser.parse_args(arguments))
     if values["help"]:
         if comm.rank == 0:
             parser.print_help()
         raise Stop("", 0, speaker=-1)
-    for name, words in needed.items():
-        if values[name] is None:
+    for key, words in command.needed.items():
+        if values[key] is None:
             parser.error(f"{words} is missing")
     try:
-        options = read(kind, values)
+        options = read(command.options, values)
     except UsageError as error:
         parser.error(str(error))
-    for name in ("save", "resume"):
-        if values.get(name) == "":  # such as from an unset variable of the shell
-            parser.error(f"--{name}: the folder has no name")
+    for key in ("save", "resume"):
+        if values.get(key) == "":  # such as from an unset variable of the shell
+            parser.error(f"--{key}: the folder has no name")
     if values.get("momentum") and values["optimizer"] != "sgd":
         parser.error("--momentum needs --optimizer sgd")
     on_rank_0(comm, lambda: _check_files(options))

@@ -51,12 +51,14 @@ def rank(schedules: Sequence[str], steps: int) -> None:
     import torch
     from mpi4py import MPI
 
-    from mpirun.cli.options import run_options
+    from mpirun.cli.options import read_options
     from mpirun.cli.run import Run
 
     torch.set_num_threads(1)
     comm = MPI.COMM_WORLD
-    runs = [Run(comm, run_options(comm, [name, *MODEL, "--timeout", "0"])).session.interpreter for name in schedules]
+    runs = [
+        Run(comm, read_options(comm, "", [name, *MODEL, "--timeout", "0"])).session.interpreter for name in schedules
+    ]
     for each in runs:
         each.run(0)
         each.run(1)

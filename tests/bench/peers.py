@@ -22,7 +22,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mpirun.cli.options import run_options
+from mpirun.cli.options import read_options
 from mpirun.cli.run import Run
 from mpirun.comm.fail_together import from_rank_0
 from mpirun.data.microbatches import Microbatches, training_text
@@ -184,7 +184,7 @@ def main() -> None:
     common = ["--model", options.model, "--seed", str(options.seed), "--steps", str(options.steps + WARM)]
     arguments = [options.schedule, *common, "--threads", "1", "--timeout", "0", "--device", options.device]
     arguments += ["--graphs"] * options.graphs
-    ours = Run(comm, run_options(comm, arguments)).session.interpreter
+    ours = Run(comm, read_options(comm, "", arguments)).session.interpreter
     laps: dict[str, list[float]] = {"ours": [], "theirs": []}
     losses: dict[str, list[float]] = {"ours": [], "theirs": []}
 

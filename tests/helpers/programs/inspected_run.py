@@ -37,7 +37,7 @@ from late_device import Late
 from mpi4py import MPI
 
 from mpirun.cli.main import main
-from mpirun.cli.options import run_options
+from mpirun.cli.options import read_options
 from mpirun.cli.run import Run
 from mpirun.comm.fail_together import Stop
 from mpirun.comm.gpu_transport import QueuedTransport
@@ -178,7 +178,7 @@ def execute(request: dict[str, Any]) -> tuple[int, str, str]:
         if request["arguments"][0] == "profile":
             with mock.patch("mpirun.comm.machine_speed.SIZES", [8, 2**10, 2**20]):
                 return main(request["arguments"]), out.getvalue(), ""
-        run = Run(WORLD, run_options(WORLD, request["arguments"]))
+        run = Run(WORLD, read_options(WORLD, "", request["arguments"]))
         if (seed := request.get("delay")) is not None:
             rng = np.random.default_rng([seed, WORLD.rank])
             run.session.interpreter.code = [delayed(act, rng) for act in run.session.interpreter.code]

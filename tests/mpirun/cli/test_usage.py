@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from mpirun.cli.options import run_options
+from mpirun.cli.options import read_options
 
 
 def test_whoever_may_write_to_a_device_may_name_it(launch):
@@ -38,7 +38,7 @@ def test_whoever_may_write_to_a_device_may_name_it(launch):
 
 def test_names_are_absolute_as_the_model_may_change_the_working_directory():
     names = ["--save", "a", "--resume", "../b", "--trace", "/c", "--metrics", "-"]
-    options = run_options(MPI.COMM_SELF, ["file", "--model", "m:f", *names])
+    options = read_options(MPI.COMM_SELF, "", ["file", "--model", "m:f", *names])
     here = Path.cwd()
     assert (options.save, options.resume) == (f"{here}/a", f"{here}/../b")
     assert (options.trace, options.metrics) == ("/c", "-")
