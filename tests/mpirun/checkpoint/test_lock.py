@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from mpirun.checkpoint.writer import FolderLock
+import os
+
+from mpirun.checkpoint.writer import lock_folder
 
 
 def test_a_folder_that_was_moved_is_unlocked_too(tmp_path):
     (tmp_path / "before").mkdir()
-    lock = FolderLock(tmp_path / "before")
+    lock = lock_folder(tmp_path / "before")
     (tmp_path / "before").rename(tmp_path / "after")
-    lock.release()
-    FolderLock(tmp_path / "after").release()
+    os.close(lock)
+    os.close(lock_folder(tmp_path / "after"))
