@@ -11,15 +11,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {
-    "schedgen": 18_575,
-    "schedgen/ir": 2_585,
-    "schedgen/compiler": 2_585,
+    "schedgen": 18_510,
+    "schedgen/ir": 2_570,
+    "schedgen/compiler": 2_580,
     "schedgen/analysis": 710,
     "schedgen/checker": 1_135,
-    "schedgen/simulator": 2_445,
+    "schedgen/simulator": 2_430,
     "schedgen/schemes": 1_635,
-    "schedgen/planner": 3_275,
-    "schedgen/report": 2_295,
+    "schedgen/planner": 3_255,
+    "schedgen/report": 2_280,
     "schedgen/cli": 1_095,
     "schedgen/util": 710,
     "mpirun": 16_915,
