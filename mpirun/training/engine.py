@@ -38,10 +38,15 @@ from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.recipe import Recipe
 from mpirun.engine.setup import text_microbatches, use_host
 from mpirun.training.arguments import (
+    ORDER,
+    SIZES,
+    Given,
+    Models,
     Optimizers,
     check_batches,
     check_same_options,
     directory_of,
+    load,
     make_recipe,
     options_to_compare,
 )
@@ -58,7 +63,6 @@ from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
 from mpirun.training.open_run import OpenRun, collective
 from mpirun.training.prepared import Prepared, first_microbatch, shared
 from mpirun.training.saving import Checkpoints, beside
-from mpirun.training.schedule_and_model import ORDER, SIZES, Given, Models, load
 from mpirun.training.session import Result, Session, is_compared, step_numbers
 from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, VERIFYING
 from schedgen.ir.program import Program

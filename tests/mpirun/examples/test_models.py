@@ -19,7 +19,7 @@ from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Value
 from mpirun.model.load_model import join_stages, load_model
 from mpirun.model.trial import Trial
-from mpirun.training.schedule_and_model import _compile as compile_for
+from mpirun.training.arguments import _compile as compile_for
 from schedgen.util.errors import UsageError
 
 TEXT = torch.from_numpy(np.random.default_rng(0).integers(0, 256, 10_000).astype(np.uint8))

@@ -11,8 +11,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 from mpirun.engine.recipe import NamedParameter
-from mpirun.training.arguments import make_recipe
-from mpirun.training.schedule_and_model import Given
+from mpirun.training.arguments import Given, make_recipe
 from schedgen.util.errors import UsageError
 
 
