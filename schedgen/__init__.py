@@ -43,8 +43,7 @@ from schedgen.util.version import __version__
 
 if TYPE_CHECKING:
     from schedgen.checker import check
-    from schedgen.compiler.compile import compile
-    from schedgen.compiler.forward_only import forward_list
+    from schedgen.compiler.compile import compile, forward_list
     from schedgen.compiler.options import Options
     from schedgen.ir.file import read, write
     from schedgen.ir.instructions import B, F, I, W
@@ -82,7 +81,7 @@ _MODULES = {
     "check": "schedgen.checker",
     "compare": "schedgen.report.compare",
     "compile": "schedgen.compiler.compile",
-    "forward_list": "schedgen.compiler.forward_only",
+    "forward_list": "schedgen.compiler.compile",
     "plan": "schedgen.planner.plan",
     "read_network": "schedgen.simulator.machine_file",
     "read_layers": "schedgen.planner.layer_profile",

@@ -17,7 +17,7 @@ LINT_IMPORTS = Path(sys.executable).parent / "lint-imports"
 WRONG = {
     "schedgen-packages": ("schedgen/ir/header.py", "schedgen.schemes"),
     "compiler-without-analysis": ("schedgen/compiler/place.py", "schedgen.analysis"),
-    "checker-without-schemes": ("schedgen/checker/jobs.py", "schedgen.schemes"),
+    "checker-without-schemes": ("schedgen/checker/row_rules.py", "schedgen.schemes"),
     "schedgen-without-torch": ("schedgen/simulator/machine.py", "torch"),
     "commands-of-schedgen": ("mpirun/data/text.py", "schedgen.cli.main"),
     "commands-of-mpirun": ("mpirun/__init__.py", "mpirun.cli.options"),

@@ -23,7 +23,7 @@ from torch import Tensor
 from mpirun.comm.device import Mark
 from mpirun.comm.transport import Receive, Transport
 from mpirun.comm.waiting import Done
-from schedgen.ir.weight_shards import LINE
+from schedgen.ir.weights import LINE
 
 SCATTER, GATHER, DONE = range(3)
 # Tags of the two phases. Sums with other tags may be in flight in the same group.

@@ -31,7 +31,7 @@ from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.core.weight_layout import Piece, Unit, pieces, shard_spans
 from mpirun.model.stage_shape import StageShape
 from schedgen.ir.header import Header
-from schedgen.ir.weight_shards import LINE
+from schedgen.ir.weights import LINE
 
 Sums = NDArray[np.float64]
 Node = tuple[int, int]  # a node of the tree: its height above the lines, and its number among the nodes of that height

@@ -24,8 +24,8 @@ from mpi4py import MPI
 from torch.optim.lr_scheduler import LRScheduler
 
 from mpirun.checkpoint.disk_format import Manifest
-from mpirun.checkpoint.export import check_new, whole_state
-from mpirun.checkpoint.export import export as write_export
+from mpirun.checkpoint.pretrained import check_new, whole_state
+from mpirun.checkpoint.pretrained import export as write_export
 from mpirun.checkpoint.reader import load_whole
 from mpirun.comm.fail_together import Stop, on_rank_0, refuse, together
 from mpirun.comm.run_comm import RunComm

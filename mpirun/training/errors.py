@@ -1,18 +1,22 @@
 """How a script or a command ends: with one sentence, on all ranks, when something goes wrong.
 
 A `Stop` is raised on all ranks: one of them prints the sentence, and all exit with its code. Any other error is one
-rank's alone: the rank says where it is and ends the others, because they would wait for it for ever.
+rank's alone: the rank says where it is and ends the others, because they would wait for it for ever. SIGTERM, which
+Slurm sends before the time is up, lets the run that steps next leave after its step. The signal is kept until a run has
+left, so that it also counts for one that begins later.
 """
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 from mpi4py import MPI
 
@@ -114,3 +118,45 @@ def end_on_uncaught(comm: MPI.Intracomm, failing: Callable[[BaseException], obje
 
     _hooks_before[hook], sys.excepthook = sys.excepthook, hook
     return give_back
+
+
+class Sigterm:
+    """What SIGTERM does to one run on this rank. A handler of the script's own stays, and then this does nothing."""
+
+    came: ClassVar[bool] = False  # whether a signal came that no run has answered by leaving
+    asked: ClassVar[int] = 0  # runs that it asks
+
+    def __init__(self) -> None:
+        self.taken = False
+
+    def take(self) -> None:
+        """From now on SIGTERM asks the run to leave after its step."""
+        if _is_main_thread() and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _keep):
+            signal.signal(signal.SIGTERM, _keep)
+            self.taken = True
+            Sigterm.asked += 1
+
+    def asks(self) -> bool:
+        """Whether the run is asked to leave."""
+        return Sigterm.came and self.taken
+
+    def give_back(self) -> None:
+        """The run has ended: after the last one SIGTERM has its default action again."""
+        Sigterm.asked -= self.taken
+        if not Sigterm.asked and signal.getsignal(signal.SIGTERM) == _keep and _is_main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self.taken = False
+
+    def end(self) -> None:
+        """The run does no more steps; a signal that came counts as answered."""
+        Sigterm.came = False
+        self.give_back()
+
+
+def _keep(*_: object) -> None:
+    Sigterm.came = True
+
+
+def _is_main_thread() -> bool:
+    """No other thread can set a signal handler."""
+    return threading.current_thread() is threading.main_thread()

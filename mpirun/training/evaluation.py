@@ -38,7 +38,7 @@ from mpirun.training.batches import LossWeight, StepBatches, loss_weight, shares
 from mpirun.training.session import Session, mean, means
 from mpirun.watchdog import WORDS
 from schedgen.checker import check
-from schedgen.compiler.forward_only import forward_list
+from schedgen.compiler.compile import forward_list
 from schedgen.ir.instructions import Instruction, Kind, Op
 from schedgen.ir.program import Program
 

@@ -32,7 +32,7 @@ from mpirun.engine.running_statistics import buffers_shared
 from mpirun.engine.setup import RankPart, Setup
 from mpirun.engine.step_trace import StepTrace
 from mpirun.model.stage_shape import StageShape
-from mpirun.training.sigterm import Sigterm
+from mpirun.training.errors import Sigterm
 from mpirun.verify.microbatch import first_values
 from mpirun.verify.verification import Verification
 from mpirun.watchdog import BEAT, ENDING, EXPORTING, PHASE, ROW, TRYING

@@ -5,9 +5,7 @@ from `ir.effects`, what follows from the list from `analysis`. A refusal is a `R
 instruction, reason and rule. Run time is linear in the length of the program, times its logarithm where it sorts.
 
 proof.py            the program under proof, and how a refusal is worded
-jobs.py             rule 1
-buffers.py          rules 2, 7 and 8; the exact peak memory is `analysis.memory`
-messages.py         rules 3 and 6
+row_rules.py        rules 1, 2, 3, 6, 7 and 8; the exact peak memory is `analysis.memory`
 deadlock.py         rule 4
 repair.py           orders of messages, and communicators, with which rule 4 holds
 gradient_sums.py    rule 5
@@ -20,12 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from schedgen.analysis import Memory, analyse
-from schedgen.checker.buffers import rule_2, rule_7, rule_8
 from schedgen.checker.deadlock import rule_4
 from schedgen.checker.gradient_sums import rule_5
-from schedgen.checker.jobs import rule_1
-from schedgen.checker.messages import rule_3, rule_6
 from schedgen.checker.proof import RULES, Proof
+from schedgen.checker.row_rules import rule_1, rule_2, rule_3, rule_6, rule_7, rule_8
 from schedgen.checker.tensor_slices import check_copies, rule_10, rule_11
 from schedgen.checker.weight_versions import rule_9
 from schedgen.ir.file import read

@@ -14,7 +14,7 @@ from schedgen.checker.gradient_sums import norms
 from schedgen.checker.proof import Proof
 from schedgen.ir.effects import RECEIVERS, SENDERS, Buffer, Effect
 from schedgen.ir.instructions import COMPUTE, F, Kind, Op
-from schedgen.ir.weight_versions import TWO_BUFFERS, VERTICAL
+from schedgen.ir.weights import TWO_BUFFERS, VERTICAL
 from schedgen.util.arrays import AnyInts, Numbers, places_in_runs
 
 

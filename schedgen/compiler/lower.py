@@ -16,7 +16,7 @@ from schedgen.ir.header import Header
 from schedgen.ir.instructions import B, Op, W
 from schedgen.ir.limits import check_workers
 from schedgen.ir.program import Program, rows
-from schedgen.ir.weight_versions import FLUSH, TWO_BUFFERS
+from schedgen.ir.weights import FLUSH, TWO_BUFFERS
 from schedgen.util.arrays import Ints, Times, stable_order
 from schedgen.util.errors import UsageError
 from schedgen.util.progress import over

@@ -11,7 +11,7 @@ from schedgen.compiler.sum_trees import ALLREDUCE, SUMS, TWO_LEVEL
 from schedgen.ir.cost import Amount, read_cost
 from schedgen.ir.limits import check_jobs
 from schedgen.ir.transport import Transport
-from schedgen.ir.weight_versions import FLUSH, UPDATES
+from schedgen.ir.weights import FLUSH, UPDATES
 from schedgen.schemes.orders import ORDERS
 from schedgen.schemes.replicas import dealt
 from schedgen.schemes.scheme import MODES, Scheme, Sizes, no_order

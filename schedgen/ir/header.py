@@ -17,8 +17,7 @@ import numpy as np
 from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.stage_graph import StageGraph
 from schedgen.ir.tensor_parallel import TensorParallel
-from schedgen.ir.weight_shards import WeightShards
-from schedgen.ir.weight_versions import FLUSH, WeightVersions
+from schedgen.ir.weights import FLUSH, WeightShards, WeightVersions
 from schedgen.util.arrays import Flags, Ints
 
 _Stage = TypeVar("_Stage", int, Ints)  # one stage, or an array of them

@@ -18,7 +18,7 @@ from schedgen.ir.instructions import DIRECTIONS
 from schedgen.ir.limits import Limits, check_workers
 from schedgen.ir.stage_graph import StageGraph, check_edges, check_per_consumer
 from schedgen.ir.tensor_parallel import TensorParallel, check_slices_apart
-from schedgen.ir.weight_versions import STASH, TWO_BUFFERS, VERTICAL
+from schedgen.ir.weights import STASH, TWO_BUFFERS, VERTICAL
 from schedgen.util.arrays import Ints
 from schedgen.util.errors import UsageError, clip
 

@@ -5,7 +5,7 @@ weights: all jobs of microbatch b use version max(b div m - 1, 0); m is --group,
 
 from __future__ import annotations
 
-from schedgen.ir.weight_versions import TWO_BUFFERS
+from schedgen.ir.weights import TWO_BUFFERS
 from schedgen.schemes import round_robin
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import UsageError

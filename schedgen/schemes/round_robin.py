@@ -12,7 +12,7 @@ import numpy as np
 
 from schedgen.ir.instructions import F
 from schedgen.ir.limits import check_workers
-from schedgen.ir.weight_versions import FLUSH
+from schedgen.ir.weights import FLUSH
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.util.errors import UsageError
 

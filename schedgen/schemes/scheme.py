@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from schedgen.ir.weight_versions import FLUSH
+from schedgen.ir.weights import FLUSH
 from schedgen.util.errors import UsageError, number_of
 from schedgen.util.option_fields import count
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from schedgen.ir.stage_graph import check_edges, check_per_consumer
-from schedgen.ir.weight_versions import FLUSH
+from schedgen.ir.weights import FLUSH
 from schedgen.schemes.scheme import Function, Scheme, Sizes, bind_sizes, fourth_argument, keyword_arguments, no_order
 from schedgen.util.errors import UsageError, raised
 from schedgen.util.option_fields import count

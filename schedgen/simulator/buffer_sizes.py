@@ -14,7 +14,7 @@ from schedgen.ir.effects import Effect
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import EXCHANGED, Kind, Op
 from schedgen.ir.program import Program
-from schedgen.ir.weight_shards import WeightShards
+from schedgen.ir.weights import WeightShards
 from schedgen.simulator.machine import Machine, workspaces
 from schedgen.util.arrays import Numbers
 from schedgen.util.errors import UsageError

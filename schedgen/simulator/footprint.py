@@ -21,7 +21,7 @@ from schedgen.ir.effects import Buffer
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import B, F, Kind, Op
 from schedgen.ir.program import Program
-from schedgen.ir.weight_shards import LINE
+from schedgen.ir.weights import LINE
 from schedgen.simulator.buffer_sizes import NUMBER, BufferSizes
 from schedgen.simulator.memory_plan import host_plan, memory_plan
 from schedgen.util.arrays import Flags, Numbers

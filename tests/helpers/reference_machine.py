@@ -19,7 +19,7 @@ from reference_rank import GONE, STEPPED, UNDER_WAY, WHOLE, CannotExecute, MustW
 
 from schedgen.ir.instructions import EXCHANGED, FORWARD_KINDS, FORWARD_OPS, B, F, Instruction, Kind, Op, W, buffer_name
 from schedgen.ir.program import Program
-from schedgen.ir.weight_versions import TWO_BUFFERS, VERTICAL
+from schedgen.ir.weights import TWO_BUFFERS, VERTICAL
 
 __all__ = ["HELD", "CannotExecute", "ReferenceMachine", "execute"]
 

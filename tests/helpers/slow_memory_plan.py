@@ -13,7 +13,7 @@ from schedgen.analysis import analyse
 from schedgen.ir.effects import Buffer
 from schedgen.ir.instructions import B, F, Kind, Op
 from schedgen.ir.program import Program
-from schedgen.ir.weight_shards import LINE, shard_offsets
+from schedgen.ir.weights import LINE, shard_offsets
 from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes
 from schedgen.simulator.footprint import footprint
 from schedgen.simulator.machine import Machine

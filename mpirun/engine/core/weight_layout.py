@@ -11,7 +11,7 @@ from torch import Tensor
 from mpirun.comm.ordered_allreduce import Section
 from mpirun.model.stage_shape import Place
 from schedgen.ir.instructions import Instruction, Kind, Op
-from schedgen.ir.weight_shards import shard_offsets
+from schedgen.ir.weights import shard_offsets
 
 Unit = tuple[int, int]  # a stage and a shard of its weights; shard -1: they are not divided
 Layout = Sequence[Place]  # of a stage's parameters

@@ -21,7 +21,7 @@ from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import B, F, Kind, Op
 from schedgen.ir.program import Program, rows
-from schedgen.ir.weight_versions import TWO_BUFFERS, VERTICAL
+from schedgen.ir.weights import TWO_BUFFERS, VERTICAL
 from schedgen.util.arrays import Numbers
 from schedgen.util.errors import NeedsOption, UsageError
 

@@ -20,7 +20,7 @@ from schedgen.compiler.refine import refine
 from schedgen.ir.cost import Amount, has_both, own_costs, shortest_halves, without_redo
 from schedgen.ir.instructions import B, F
 from schedgen.ir.program import Program
-from schedgen.ir.weight_versions import FLUSH
+from schedgen.ir.weights import FLUSH
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.compiled_orders import Judgement, compile_order, compile_own, judge, numbers_of
 from schedgen.planner.order_search.heuristic_orders import heuristic_orders

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from mpirun.checkpoint.export import export
+from mpirun.checkpoint.pretrained import export
 from mpirun.comm.fail_together import Stop
 from mpirun.model.load_model import load_model
 from mpirun.training.engine import Engine

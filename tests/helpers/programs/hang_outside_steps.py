@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import mpirun
-from mpirun.checkpoint import disk_format, export
+from mpirun.checkpoint import disk_format, pretrained
 
 METHOD, TIMEOUT, DIRECTORY = sys.argv[1:]
 
@@ -36,7 +36,7 @@ def sleep(*_: Any) -> None:
 
 
 if MPI.COMM_WORLD.rank == 1:
-    disk_format.write_file = export.save_tensors = sleep
+    disk_format.write_file = pretrained.save_tensors = sleep
 torch.manual_seed(0)
 batch = torch.randn(8, 4), torch.randn(8, 4)
 blocks = [Block(4, 4) for _ in range(MPI.COMM_WORLD.size)]

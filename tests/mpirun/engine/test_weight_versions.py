@@ -13,7 +13,7 @@ from torch.func import functional_call
 import mpirun.data.microbatches
 from mpirun.model.build_stage import build_stage
 from mpirun.model.load_model import load_model
-from schedgen.ir.weight_versions import UPDATES
+from schedgen.ir.weights import UPDATES
 
 GPT = "models_for_graphs:gpt_of_four"
 DROPPING, NORMED = (f"models_for_tests:{name}" for name in ("dropping", "normed"))

@@ -16,7 +16,7 @@ from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.file import parse
 from schedgen.ir.instructions import Kind, Op
-from schedgen.ir.weight_shards import shard_offsets
+from schedgen.ir.weights import shard_offsets
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.buffer_sizes import BufferSizes

@@ -13,7 +13,7 @@ from schedgen.compiler.options import Options
 from schedgen.ir.instructions import B, F
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.compiled_orders import measured, numbers_of
-from schedgen.planner.order_search.late_weights import with_late_weights
+from schedgen.planner.order_search.heuristic_orders import with_late_weights
 from schedgen.planner.order_search.problem import class_nodes, fits, order_of, placed_jobs, problem_of
 from schedgen.planner.order_search.question import Limits, Question
 from schedgen.planner.order_search.run_order import new_run, run_order
