@@ -39,7 +39,14 @@ def newest_checkpoint(comm: MPI.Intracomm, resume: str, save: str | None) -> Man
     folders = from_rank_0(comm, lambda: disk_format.step_folders(directory))
     for folder in folders:
         try:
-            return _verified(comm, folder)._replace(directory=directory)
+            manifest = from_rank_0(comm, lambda: disk_format.read_manifest(folder))
+
+            def verify() -> None:  # the ranks share the files
+                for file in manifest.files[comm.rank :: comm.size]:
+                    disk_format.verify_file(folder, file)
+
+            together(comm, verify)
+            return manifest._replace(directory=directory)
         except Stop as stop:
             if comm.rank == 0:
                 say(f"mpirun: {stop}: skipped", sys.stderr)
@@ -47,18 +54,6 @@ def newest_checkpoint(comm: MPI.Intracomm, resume: str, save: str | None) -> Man
         return None
     reason = "no checkpoint there is complete" if folders else "there is no checkpoint"
     raise Stop(f"resuming from {directory}: {reason}", 1)
-
-
-def _verified(comm: MPI.Intracomm, folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files the ranks have verified between them; Stop if it is not whole."""
-    manifest = from_rank_0(comm, lambda: disk_format.read_manifest(folder))
-
-    def verify() -> None:
-        for file in manifest.files[comm.rank :: comm.size]:
-            disk_format.verify_file(folder, file)
-
-    together(comm, verify)
-    return manifest
 
 
 def restore(manifest: Manifest, part: RankPart, optimizer: Optimizer) -> set[str]:

@@ -53,11 +53,9 @@ def named_leaves(tree: Any) -> tuple[list[Any], tuple[str, ...]]:
 
 def in_key_order(tree: Any) -> Any:
     """A pytree with the entries of its dicts in sorted order of their keys."""
-
-    def of_dict(x: Any) -> Any:
-        return {key: in_key_order(x[key]) for key in sorted(x)} if isinstance(x, dict) else x
-
-    return pytree.tree_map(of_dict, tree, is_leaf=lambda x: isinstance(x, dict))
+    return pytree.tree_map_only(
+        dict, lambda x: {key: in_key_order(x[key]) for key in sorted(x)}, tree, is_leaf=lambda x: isinstance(x, dict)
+    )
 
 
 def copy_of(values: Any) -> Any:

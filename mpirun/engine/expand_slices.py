@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from mpirun.model.contract import Model, StageEntry
-from mpirun.model.dataflow import Source, Value, how_to_compile
+from mpirun.model.dataflow import Value, how_to_compile
 from mpirun.model.module_tensors import own_tensors
 from mpirun.model.parallel_layers import Slice, sliced_dims
 from mpirun.model.stage_copies import fake_mode, stage_without_values
@@ -67,7 +67,11 @@ def expand_model(model: Model, count: int) -> Model:
         stages += _slices(model, stage, entry, count) if stage in model.sliced else [entry] * count
     reads = None
     if model.reads is not None:
-        reads = [[_of_slice(source, t, count) for source in sources] for sources in model.reads for t in range(count)]
+        reads = [  # slice t reads the output of slice t, or the same input
+            [Value(x.stage * count + t, x.output) if isinstance(x, Value) else x for x in sources]
+            for sources in model.reads
+            for t in range(count)
+        ]
     expanded = model._replace(stages=stages, tied=[], reads=reads, tensor_parallel=count)
     ties = [[(stage * count + t, name) for stage, name in tie] for tie in model.tied for t in range(count)]
     for stage in model.sliced:
@@ -84,11 +88,6 @@ def _slices(model: Model, stage: int, entry: StageEntry, count: int) -> list[Sta
     if isinstance(entry, Mapping):
         return [{name: partial(build_slice, make, slice) for name, make in entry.items()} for slice in slices]
     return [partial(build_slice, entry, slice) for slice in slices]
-
-
-def _of_slice(source: Source, t: int, count: int) -> Source:
-    """The source that slice t reads in place of `source`: the output of slice t of that stage, or the same input."""
-    return source._replace(stage=source.stage * count + t) if isinstance(source, Value) else source
 
 
 def _ties_of_slices(expanded: Model, stage: int, count: int) -> list[list[tuple[int, str]]]:

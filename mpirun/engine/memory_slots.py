@@ -47,7 +47,12 @@ class MemorySlots:
         rows = np.ones(len(shapes), np.int64)
         if setup.canonical and program.header.has_flush:  # else a rank contributes one microbatch to an update
             self.row_keys = _row_keys(comm, instructions, program.header)
-            rows = self._most_rows()
+            # By stage, the largest number of rows of its dw that this rank holds or any rank sends.
+            for (_, stage, _), keys in self.row_keys.items():
+                rows[stage] = max(rows[stage], len(keys))
+            for stage in range(self.header.stages):  # rows of several shards may lie together
+                own = (self.keys(self.rank, stage, shard) for shard in self.header.parts_of(stage))
+                rows[stage] = max(rows[stage], len({key for keys in own for key in keys}))
         weight = np.array([shape.weight_bytes for shape in shapes], np.int64)
         activation = np.array([dataflow.activation_bytes(s) for s in range(len(shapes))], np.int64)
         by_edge = np.array([dataflow.x(*edge).spec.bytes for edge in program.header.graph.edges], np.int64)
@@ -71,17 +76,6 @@ class MemorySlots:
             else torch.empty(size, dtype=torch.uint8, device=self.device)
             for slot, size in enumerate(sizes)
         ]  # fmt: skip
-
-    def _most_rows(self) -> np.ndarray:
-        """By stage, the largest number of rows of its dw that this rank holds or any rank sends."""
-        assert self.row_keys is not None
-        rows = np.ones(self.header.stages, np.int64)
-        for (_, stage, _), keys in self.row_keys.items():
-            rows[stage] = max(rows[stage], len(keys))
-        for stage in range(self.header.stages):  # rows of several shards may lie together
-            shards = self.header.parts_of(stage)
-            rows[stage] = max(rows[stage], len({key for shard in shards for key in self.keys(self.rank, stage, shard)}))
-        return rows
 
     def row_key(self, mb: int) -> int:
         """The key of the row of dw that a microbatch's backward adds to."""

@@ -27,7 +27,7 @@ from mpirun.model.module_tensors import (
     tensor_aliases,
     use_dense_gradients,
 )
-from mpirun.model.parallel_layers import Slice, SlicedDim, sliced_dims
+from mpirun.model.parallel_layers import SlicedDim, sliced_dims
 from mpirun.model.rng import derived_seed, seed_generators
 from schedgen.util.errors import UsageError, raised, raised_at
 
@@ -112,20 +112,16 @@ class StageValues:
     def _fitted(self, name: str, value: Tensor, tensor: Tensor, dim: SlicedDim | None) -> Tensor:
         """A weight converted for a parameter or buffer: this slice's share, in the module's type."""
         slice = self.model.slice_of(self.stage)
-        expected = whole_shape(tensor, dim, slice)
+        is_cut = dim is not None and slice.count > 1
+        expected = dim.full_shape(tensor.shape, slice) if dim is not None and is_cut else tuple(tensor.shape)
         if tuple(value.shape) != expected:
             raise UsageError(f"weights: {name} has shape {tuple(value.shape)}, but {expected} in the model")
         if value.dtype.is_floating_point != tensor.dtype.is_floating_point:
             raise UsageError(f"weights: {name} is {value.dtype}, but {tensor.dtype} in the model")
-        if dim is not None and slice.count > 1:
+        if dim is not None and is_cut:
             value = dim.share(value, slice)
         copied = not (self.mapped and tensor.requires_grad)
         return value.to(tensor.dtype, copy=copied, memory_format=torch.contiguous_format)
-
-
-def whole_shape(tensor: Tensor, dim: SlicedDim | None, slice: Slice) -> tuple[int, ...]:
-    """The shape of a tensor in the weights; a tensor slice has a share of it along `dim`, or all of it if None."""
-    return tuple(tensor.shape) if dim is None or slice.count == 1 else dim.full_shape(tensor.shape, slice)
 
 
 def build_stage(model: Model, stage: int, seed: int, values: bool = True, mapped: bool = False) -> nn.Module:

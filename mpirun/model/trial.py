@@ -104,7 +104,9 @@ class Trial:
         """
         apart = stage_apart(self.model, stage) if fake is None else stage_without_values(self.model, stage, fake)
         with apart as module:
-            shape = _parameter_shape(module)
+            trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+            layout, size = flat_layout(list(trained.values()))
+            shape = StageShape((), tuple(trained), size, layout=tuple(layout), sliced_dims=sliced_dims(module))
             if self.prepare is not None:
                 self.prepare(stage, module)
             with fake or nullcontext(), torch.set_grad_enabled(self.prepare is None):
@@ -134,6 +136,8 @@ class Trial:
             made = _outputs(partial(model.origin.call, module) if model.origin.call else module, inputs, stage)
         _check_references(stage, made, [*leaves, *module.parameters()])
         changed = tuple(watch.changed_buffers())
+        others = (*inputs, *module.parameters(), *module.buffers())
+        held = {memory(x)._cdata for x in others if isinstance(x, Tensor)}
         is_whole, last = model.slice_of(stage).count == 1, model.model_stage(len(model.stages) - 1)
         keeps_strides = is_whole and model.model_stage(stage) < last  # slices are summed, the loss takes its own
         return [x.detach() for x in made], shape._replace(
@@ -141,7 +145,7 @@ class Trial:
             overwrites_inputs=any(map(watch.has_written_to, inputs)),
             overwrites_buffers=bool(changed or (fake is None and watch.buffers)),
             changed_buffers=changed,
-            aliased_outputs=_aliased_outputs(made, [*inputs, *module.parameters(), *module.buffers()]),
+            aliased_outputs=tuple(index for index, x in enumerate(made) if memory(x)._cdata in held),
             random_layers=tuple(watch.random_layers),
             model_stage=model.model_stage(stage),
         )
@@ -203,17 +207,6 @@ def _check_references(stage: int, outputs: Sequence[Tensor], known: Sequence[Any
                 f"stage {stage} reads a trained parameter of shape {tuple(leaf.shape)} by a reference, not as an "
                 "attribute: register the parameter in the stage's module, and read it as its attribute in forward"
             )
-
-
-def _aliased_outputs(outputs: Sequence[Tensor], others: Sequence[Any]) -> tuple[int, ...]:
-    taken = {memory(x)._cdata for x in others if isinstance(x, Tensor)}
-    return tuple(index for index, x in enumerate(outputs) if memory(x)._cdata in taken)
-
-
-def _parameter_shape(module: nn.Module) -> StageShape:
-    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    layout, size = flat_layout(list(trained.values()))
-    return StageShape((), tuple(trained), size, layout=tuple(layout), sliced_dims=sliced_dims(module))
 
 
 def _check_slice(index: int, shapes: Sequence[StageShape]) -> None:

@@ -18,6 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +51,7 @@ from schedgen.util.files import check_writable
 
 MICROBATCHES = 8  # of a step
 OPS = {"F": Op.FWD, "B": Op.BWD, "I": Op.BWD_I, "W": Op.BWD_W, "step": Op.STEP}
+HALVES = ("", "_input", "_weight")  # of the names of a stage's methods
 Key = tuple[int, int]  # an opcode and a stage
 BufferKey = tuple[int, int, int, int]  # kind, stage, microbatch, consumer
 
@@ -72,28 +74,6 @@ class Bytes(NamedTuple):
     def workspace(self) -> int:
         """Bytes at the peak besides those alive before the instruction and those that it leaves alive."""
         return max(0, self.peak - self.before - self.defined - self.kept)
-
-
-class _Stopwatch:
-    """Counts the seconds that stages' modules and their backwards take."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def watch(self, stage: LocalStage) -> None:
-        """Count this stage's seconds, too, from now on."""
-        methods = ((stage.module, "forward"), *((stage, f"backward{half}") for half in ("", "_input", "_weight")))
-        for owner, name in methods:
-            setattr(owner, name, self._timed(getattr(owner, name)))
-
-    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            begin = time.perf_counter()
-            result = method(*arguments)
-            self.seconds += time.perf_counter() - begin
-            return result
-
-        return timed
 
 
 class Copies(MicrobatchSource):
@@ -201,15 +181,15 @@ class Profile:
         Where devices differ, they are those of the fastest.
         """
         silent = self.comm.rank > 0 or not sys.stderr.isatty()
-        on_cpu, inside, measured = self.setup.device.kind == "cpu", _Stopwatch(), dict[Key, list[tuple[float, float]]]()
+        on_cpu, measured = self.setup.device.kind == "cpu", dict[Key, list[tuple[float, float]]]()
         with contextlib.ExitStack() as built:
             machine = together(self.comm, lambda: built.enter_context(self._interpreter()))
             for stage in machine.stages.values() if on_cpu else ():
-                inside.watch(stage)
-            self._step(machine, {}, inside)  # to warm up
+                self._watch(stage)
+            self._step(machine, {})  # to warm up
             self.comm.Barrier()
             for _ in tqdm(range(steps), unit="step", disable=silent):
-                self._step(machine, measured, inside)
+                self._step(machine, measured)
         medians = self.comm.allgather({key: np.median(pairs, axis=0).tolist() for key, pairs in measured.items()})
         stages = range(len(self.setup.shapes))
         jobs = [(op, s) for name, op in OPS.items() if name != "step" for s in stages]
@@ -229,17 +209,29 @@ class Profile:
         del overhead["step"]
         return {**seconds, "overhead": overhead} if on_cpu else {**seconds}
 
-    def _step(self, machine: Interpreter, measured: dict[Key, list[tuple[float, float]]], inside: _Stopwatch) -> None:
+    def _watch(self, stage: LocalStage) -> None:
+        """Count the seconds that a stage's module and its backwards take, as `inside`."""
+
+        def timed(method: Callable[..., Any], *arguments: Any) -> Any:
+            begin = time.perf_counter()
+            result = method(*arguments)
+            self.inside += time.perf_counter() - begin
+            return result
+
+        for owner, name in ((stage.module, "forward"), *((stage, f"backward{half}") for half in HALVES)):
+            setattr(owner, name, partial(timed, getattr(owner, name)))
+
+    def _step(self, machine: Interpreter, measured: dict[Key, list[tuple[float, float]]]) -> None:
         """Execute and time every instruction once: its seconds, and its overhead."""
         for i, act in zip(self.instructions, machine.code, strict=True):
             self.current = i
             self.beat()
             machine.microbatches.forget()  # so that each reader makes them anew, as on several ranks
-            inside.seconds, begin = 0.0, time.perf_counter()
+            self.inside, begin = 0.0, time.perf_counter()
             act()
             self.setup.device.finish()
             seconds = time.perf_counter() - begin
-            measured.setdefault((i.op, i.stage), []).append((seconds, seconds - inside.seconds))
+            measured.setdefault((i.op, i.stage), []).append((seconds, seconds - self.inside))
         self.current = None
 
 

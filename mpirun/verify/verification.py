@@ -123,10 +123,6 @@ def without_slices(setup: Setup, header: Header, record: Record) -> tuple[Setup,
     """
     if not header.tensor_parallel or setup.canonical:
         return setup, header, record
-    return *_setup_of_model(setup, header), _joined(setup, header, record)
-
-
-def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
     stages = header.model_stages
     plain = replace(
         header,
@@ -142,7 +138,8 @@ def _setup_of_model(setup: Setup, header: Header) -> tuple[Setup, Header]:
         for stage in header.first_slices
     ]
     dataflow = Dataflow(reads, plain, [shape.outputs for shape in shapes])
-    return replace(setup, model=setup.unsliced_model, shapes=shapes, dataflow=dataflow), plain
+    of_model = replace(setup, model=setup.unsliced_model, shapes=shapes, dataflow=dataflow)
+    return of_model, plain, _joined(setup, header, record)
 
 
 def _joined(setup: Setup, header: Header, record: Record) -> Record:

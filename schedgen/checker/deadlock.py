@@ -42,21 +42,16 @@ def rule_4(proof: Proof) -> None:
     carried = None if transport is None else communicators(program, transport)
     execution = executed(program, carried, transport is not None and transport.batch)
     if not execution.met.complete:
-        _refuse_others(proof, execution)
+        sends, receives, _ = execution.met  # the first message that meets another buffer before ranks wait forever
+        delivered = execution.happened - len(proof.program)
+        delivered = delivered[(delivered >= 0) & (delivered < len(sends))]
+        name = names(proof.program)
+        other = delivered[name[sends[delivered]] != name[receives[delivered]]]
+        for k in other[:1].tolist():
+            words = f"this meets the SEND of another buffer, {proof.where(sends[k])}"
+            proof.refuse(3, receives[k], f"{words}, as {len(other)} of {len(sends)} messages do")
     if len(execution.happened) < execution.all.total:
         refuse_circle(proof, execution.all, execution.happened)
-
-
-def _refuse_others(proof: Proof, execution: Execution) -> None:
-    """Refuse the first message that meets the receive of another buffer, if one does before ranks wait forever."""
-    sends, receives, _ = execution.met
-    delivered = execution.happened - len(proof.program)
-    delivered = delivered[(delivered >= 0) & (delivered < len(sends))]
-    name = names(proof.program)
-    other = delivered[name[sends[delivered]] != name[receives[delivered]]]
-    for k in other[:1].tolist():
-        words = f"this meets the SEND of another buffer, {proof.where(sends[k])}"
-        proof.refuse(3, receives[k], f"{words}, as {len(other)} of {len(sends)} messages do")
 
 
 def refuse_circle(proof: Proof, all: Events, happened: Ints) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import json
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -49,7 +49,6 @@ from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.torch_list import TorchList, list_in, scheme_of
 from schedgen.schemes.user_template import new
 from schedgen.simulator.machine import parse_profile
-from schedgen.util.arrays import Ints
 from schedgen.util.errors import SlowScheme, UsageError, note
 from schedgen.util.files import check_writable, display_name, is_standard_output, open_output, read_text
 
@@ -64,7 +63,10 @@ def run_compile(options: CompileOptions) -> int:
     if torch_list is None:
         _write_compiled(options, scheme, sizes, graph)
         return 0
-    replacing = _options_that_lower(options)
+    # Given options with which torch's list is lowered anew: all but its own sizes, costs and names.
+    kept = {"scheme", "output", "cost", *(field.name for field in fields(SizeOptions))}
+    names, default = [field.name for field in fields(options)], CompileOptions(scheme="", output="")
+    replacing = [name for name in names if name not in kept and getattr(options, name) != getattr(default, name)]
     if torch_list.has_messages and not replacing:
         _write_checked(torch_program(torch_list, Options(cost=options.cost)), options.output, options.scheme)
     else:
@@ -76,13 +78,6 @@ def run_compile(options: CompileOptions) -> int:
     return 0
 
 
-def _options_that_lower(options: CompileOptions) -> list[str]:
-    """The names of given options with which torch's list is lowered anew: all but its own sizes, costs and names."""
-    kept = {"scheme", "output", "cost", *(field.name for field in fields(SizeOptions))}
-    names, default = [field.name for field in fields(options)], CompileOptions(scheme="", output="")
-    return [name for name in names if name not in kept and getattr(options, name) != getattr(default, name)]
-
-
 def _write_compiled(options: CompileOptions, scheme: Scheme, sizes: Sizes, graph: ModelGraph | None) -> None:
     """Compile a scheme, prove the schedule and write it."""
     substages, transport = 1, read_transport(options.transport)
@@ -91,6 +86,9 @@ def _write_compiled(options: CompileOptions, scheme: Scheme, sizes: Sizes, graph
         scheme = _with_graph(scheme, graph, substages)
     if options.profile is not None:
         options = _with_times(options, scheme, sizes.stages * substages, graph)
+    if (options.machine or options.topology) and options.sums != TWO_LEVEL:
+        raise UsageError("--machine and --topology tell compile the hosts for --sums two-level: leave them out")
+    network = options.joined([0], [0])
     with _slow_schemes_noted():
         program = compile(
             scheme,
@@ -101,7 +99,7 @@ def _write_compiled(options: CompileOptions, scheme: Scheme, sizes: Sizes, graph
                 replicated_stages=graph.replicated if graph and options.tensor > 1 else (),
                 substages=substages,
                 in_order=transport,
-                hosts=_hosts(options),
+                hosts=None if network is None else network.hosts,
             ),
             **({} if options.dump_passes is None else {"dump": _dump_to(options.dump_passes)}),
         )
@@ -109,14 +107,6 @@ def _write_compiled(options: CompileOptions, scheme: Scheme, sizes: Sizes, graph
         if transport:
             check(program, INTERNAL, transport)
         _write_checked(program, options.output)
-
-
-def _hosts(options: CompileOptions) -> Callable[[int], Ints] | None:
-    """From a number of workers to their hosts; None: the options do not say it."""
-    if (options.machine or options.topology) and options.sums != TWO_LEVEL:
-        raise UsageError("--machine and --topology tell compile the hosts for --sums two-level: leave them out")
-    network = options.joined([0], [0])
-    return None if network is None else network.hosts
 
 
 def _with_times(options: CompileOptions, scheme: Scheme, stages: int, graph: ModelGraph | None) -> CompileOptions:
@@ -247,7 +237,11 @@ def run_search(options: SearchOptions) -> int:
     """Print the best order's value and the bound; write its schedule; a note on stderr says if w or n was slow."""
     check_writable("-o", options.output)
     graph = read_graph_file(options.graph)
-    _check_search(options, graph)
+    if options.stages is None and graph is None:
+        raise UsageError("search needs --stages or --graph (see schedgen search --help)")
+    if options.stages and graph and options.stages != graph.stages:
+        name = display_name(options.graph or "-")
+        raise UsageError(f"search orders the {graph.stages} stages of {name} as they are: leave --stages out")
     stages = graph.stages if graph else options.stages or 0
     sizes = Sizes(stages, options.microbatches, options.workers, chunks=options.chunks, groups=options.groups)
     scheme = load(options.scheme, sizes)
@@ -276,15 +270,6 @@ def run_search(options: SearchOptions) -> int:
     if not (best.optimal or is_installed()):
         note("OR-Tools can prove more orders of small problems optimal: pip install ortools")
     return 0
-
-
-def _check_search(options: SearchOptions, graph: ModelGraph | None) -> None:
-    """UsageError if options do not go together, or do not tell how many stages there are."""
-    if options.stages is None and graph is None:
-        raise UsageError("search needs --stages or --graph (see schedgen search --help)")
-    if options.stages and graph and options.stages != graph.stages:
-        name = display_name(options.graph or "-")
-        raise UsageError(f"search orders the {graph.stages} stages of {name} as they are: leave --stages out")
 
 
 def run_new(options: NewOptions) -> int:

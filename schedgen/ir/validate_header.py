@@ -104,6 +104,9 @@ def read_header(raw: Mapping[str, Any], limits: Limits, jobs: int) -> Header:
     tensor_parallel = _tensor_parallel(raw.get("tensor"), limits)
     edges = _accepted("edges", check_edges, raw["edges"], limits.stages, tensor_parallel.degree)
     per_consumer = _accepted("per_consumer", check_per_consumer, raw.get("per_consumer", []), edges)
+    directions, named = shape[0], raw["weights"]
+    if directions == 1 and isinstance(named, dict):  # a list of forwards may name the owners of training
+        directions = next(d for d in (1, 2, 3) if d == 3 or set(named) <= set(DIRECTIONS[d]))
     header = Header(
         scheme=raw["scheme"],
         mode=order["mode"],
@@ -114,7 +117,7 @@ def read_header(raw: Mapping[str, Any], limits: Limits, jobs: int) -> Header:
         tied=_lists("tied", raw["tied"], "stages", limits.stages),
         groups=_lists("groups", raw["groups"], "ranks", limits.workers),
         compute=_placement(raw, "compute", shape, limits),
-        weights=_placement(raw, "weights", _weights_shape(raw, shape), limits),
+        weights=_placement(raw, "weights", (directions, *shape[1:]), limits),
         generator=raw["generator"],
         shard_owners=tuple(map(tuple, raw.get("shards", ()))),
         tensor_parallel=tensor_parallel,
@@ -222,14 +225,6 @@ def _lists(key: str, value: Any, what: str, limit: int) -> tuple[tuple[int, ...]
         right = right and numbers == sorted(set(numbers))
         _need(right, key, f"{key} must be lists of different {what} in 0..{limit - 1}, ascending")
     return tuple(map(tuple, value))
-
-
-def _weights_shape(raw: Mapping[str, Any], shape: tuple[int, int, int]) -> tuple[int, int, int]:
-    """The shape of `weights`, which may have the directions of training even in a list of forwards alone."""
-    named = raw["weights"]
-    if shape[0] > 1 or not isinstance(named, dict):
-        return shape
-    return next((d, *shape[1:]) for d in (1, 2, 3) if d == 3 or set(named) <= set(DIRECTIONS[d]))
 
 
 def _placement(raw: Mapping[str, Any], key: str, shape: tuple[int, int, int], limits: Limits) -> Ints:

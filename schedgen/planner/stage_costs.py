@@ -115,8 +115,11 @@ def stage_costs(layers: Layers, ends: Sequence[int], bandwidth: float) -> StageC
     graph: ModelGraph | None = None
     by_edge: Mapping[Edge, float] = {}
     if layers.graph is None:  # what crosses a cut goes from stage to stage
-        # A layer before the stage may have outputs that cross the cut after it, too; these are not the stage's own.
-        leaving = np.array([_leaving(layers, i, j) for i, j in spans])
+        # A layer before the stage may have outputs that cross the cut after it, too; these are not the stage's own. The
+        # last layer's output leaves, too.
+        last = {count - 1}
+        read = [{a for a, b in layers.edges if i <= a < j <= b} | (last if j == count else set()) for i, j in spans]
+        leaving = np.array([layers.activation[sorted(own)].sum() for own in read])
         x = layers.crossing[list(ends)]
         x[-1] = layers.activation[-1]
         passed_on = x[:-1]
@@ -206,14 +209,6 @@ def _shared(layers: Layers, ends: Sequence[int], sizes: Floats) -> Floats:
         stages = tuple(sorted({bisect(ends, layer) for layer in tie}))
         shared[stages] = shared.get(stages, 0) + size
     return np.array([size for stages, size in sorted(shared.items()) if len(stages) > 1])
-
-
-def _leaving(layers: Layers, begin: int, end: int) -> float:
-    """Bytes of the outputs of layers begin..end-1 that later layers read; the last layer's output leaves, too."""
-    read = {a for a, b in layers.edges if begin <= a < end <= b}
-    if end == len(layers.names):
-        read.add(end - 1)
-    return float(layers.activation[sorted(read)].sum())
 
 
 def cost_ratios(durations: dict[str, Floats]) -> dict[str, float]:

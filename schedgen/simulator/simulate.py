@@ -30,7 +30,7 @@ from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes, message_b
 from schedgen.simulator.execution import Listed, Waiting, execute, new_run
 from schedgen.simulator.footprint import Footprint, footprint
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.network import HostLink, Links, LinkUse, Paths, Sums
+from schedgen.simulator.network import Links, LinkUse, Paths, Sums
 from schedgen.simulator.timeline import Timeline
 from schedgen.util.arrays import Ints, Numbers, Small, Times
 from schedgen.util.errors import UsageError
@@ -160,18 +160,13 @@ def simulate(program: Program, cost: Mapping[str, Amount] | None = None, machine
     arrival, parts = np.split(run.arrival, [len(program)])
     simulation = Simulation(program, sizes, run.start, arrival, run.idle, run.cause, lasts, machine, parts)
     if len(copies) and machine.network.host.memory < np.inf:
-        _check_host(simulation.footprint.host, machine.network.host)
+        needed, host = simulation.footprint.host, machine.network.host
+        on_hosts = np.add.reduceat(needed, np.arange(0, len(needed), host.devices))
+        for k in np.flatnonzero(on_hosts > host.memory)[:1].tolist():
+            last = min((k + 1) * host.devices, len(needed)) - 1
+            ranks, offloaded = f"ranks {k * host.devices} to {last}", on_hosts[k]
+            raise UsageError(f"{ranks} offload {offloaded} bytes to their host, which has {host.memory:g}")
     return simulation
-
-
-def _check_host(needed: Numbers, host: HostLink) -> None:
-    """UsageError if the ranks that share the memory of a host need more than it has; `needed`: bytes by rank."""
-    sums = np.add.reduceat(needed, np.arange(0, len(needed), host.devices))
-    for k in np.flatnonzero(sums > host.memory)[:1].tolist():
-        last = min((k + 1) * host.devices, len(needed)) - 1
-        raise UsageError(
-            f"ranks {k * host.devices} to {last} offload {sums[k]} bytes to their host, which has {host.memory:g}"
-        )
 
 
 def _durations(program: Program, cost: Mapping[str, Amount], machine: Machine) -> Times:

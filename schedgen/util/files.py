@@ -15,7 +15,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
 
 from schedgen.util.errors import RefusedFile, UsageError, clip
 
@@ -63,7 +63,8 @@ def open_output(name: str) -> Iterator[BinaryIO]:
 
     OSError names the file, also if it is raised inside, as on a full disk, or if nothing may be written to the file.
     """
-    if (stream := _standard_stream(name)) is not None:
+    streams = {"-": sys.stdout, "/dev/stdout": sys.stdout, "/dev/stderr": sys.stderr}
+    if (stream := streams.get(name)) is not None:
         yield stream.buffer
         stream.buffer.flush()
         return
@@ -110,11 +111,6 @@ def new_file_mode() -> int:
 def is_standard_output(name: str | None) -> bool:
     """Whether the file `name` is standard output."""
     return name in ("-", "/dev/stdout")
-
-
-def _standard_stream(name: str) -> TextIO | None:
-    """Standard output or error if the file `name` is that stream; else None."""
-    return {"-": sys.stdout, "/dev/stdout": sys.stdout, "/dev/stderr": sys.stderr}.get(name)
 
 
 def parse_json(text: str) -> Any:

@@ -45,10 +45,13 @@ def solve(problem: OrderProblem, start: Times, value: float, floor: float, secon
     """
     from ortools.sat.python import cp_model
 
-    unit = _unit(problem)
+    times = np.concatenate([problem.length, problem.before_hop])
+    unit = float(problem.length.mean() / FINEST)
+    if (times == np.round(times)).all() and times.max() < 1e9:
+        unit = float(np.gcd.reduce(times.astype(np.int64)))
     if problem.length.sum() + problem.before_hop.sum() * problem.microbatches >= MOST_UNITS * unit:
         return Solution(0.0, None, False)
-    length, hop = (_units(times, unit) for times in (problem.length, problem.before_hop))
+    length, hop = (np.floor(times / unit + 1e-6).astype(np.int64) for times in (problem.length, problem.before_hop))
     horizon = int(length.sum() + hop.sum() * problem.microbatches) + 1
     horizon = min(horizon, 2 * int(np.ceil((start + problem.length).max() / unit)) + 1)
     model = cp_model.CpModel()
@@ -130,15 +133,3 @@ def _add_memory(
         hold(job, per_direction + job, max(-middle, 0.0))
         hold(per_direction + job, last + job, max(middle, 0.0))
     model.add_cumulative(intervals, amounts, int(problem.capacity[w]))
-
-
-def _unit(problem: OrderProblem) -> float:
-    """The greatest common divisor of all times, or else a small time."""
-    times = np.concatenate([problem.length, problem.before_hop])
-    if (times == np.round(times)).all() and times.max() < 1e9:
-        return float(np.gcd.reduce(times.astype(np.int64)))
-    return float(problem.length.mean() / FINEST)
-
-
-def _units(times: Times, unit: float) -> Numbers:
-    return np.floor(times / unit + 1e-6).astype(np.int64)
