@@ -14,12 +14,11 @@ from torch.utils._pytree import tree_map_only
 
 from mpirun.comm.fail_together import together
 from mpirun.engine.core.stage import LocalStage
-from mpirun.engine.core.weight_layout import Unit, pieces
 from mpirun.engine.setup import RankPart
 from mpirun.model.build_stage import unused_names, weight_names
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import Slice
-from mpirun.model.stage_shape import Place
+from mpirun.model.stage_shape import Place, Unit, pieces
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
 

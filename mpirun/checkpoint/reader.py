@@ -21,12 +21,12 @@ from mpirun.checkpoint.gather import known_names, untrained_tensors
 from mpirun.comm.fail_together import Stop, from_rank_0, on_rank_0, together
 from mpirun.comm.output import say
 from mpirun.engine.core.stage import LocalStage
-from mpirun.engine.core.weight_layout import Piece, pieces
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.setup import RankPart
 from mpirun.model.build_stage import unused_names
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import SlicedDim
+from mpirun.model.stage_shape import Piece, pieces
 from schedgen.util.errors import UsageError, listed
 
 

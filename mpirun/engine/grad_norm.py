@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mpirun.engine.core.stage import LocalStage
-from mpirun.engine.core.weight_layout import Piece, Unit, pieces, shard_spans
-from mpirun.model.stage_shape import StageShape
+from mpirun.model.stage_shape import Piece, StageShape, Unit, pieces, shard_spans
 from schedgen.ir.header import Header
 from schedgen.ir.weights import LINE
 

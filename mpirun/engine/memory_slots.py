@@ -15,8 +15,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpirun.engine.core.stage import LocalStage
-from mpirun.engine.core.weight_layout import Unit
 from mpirun.engine.setup import Setup
+from mpirun.model.stage_shape import Unit
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import Instruction, Op
 from schedgen.ir.program import Program

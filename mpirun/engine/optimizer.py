@@ -17,11 +17,11 @@ from mpirun.comm.device import Device
 from mpirun.engine.core.grad_buffers import GradBuffer
 from mpirun.engine.core.offload import Copies
 from mpirun.engine.core.stage import LocalStage
-from mpirun.engine.core.weight_layout import Unit, pieces
 from mpirun.engine.grad_norm import clip_factor
 from mpirun.engine.recipe import NamedParameter, Recipe, SteppedOptimizer
 from mpirun.model.contract import Model
 from mpirun.model.meta_values import like_parameter
+from mpirun.model.stage_shape import Unit, pieces
 from schedgen.util.errors import UsageError, clip
 
 

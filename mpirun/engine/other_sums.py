@@ -15,7 +15,7 @@ from mpirun.comm.ordered_allreduce import SLICE_TAGS, OrderedAllreduce, Section
 from mpirun.comm.transport import NO_ROW
 from mpirun.engine.core.buffers import LocalBuffer
 from mpirun.engine.core.context import Act, Context
-from mpirun.engine.core.weight_layout import sections
+from mpirun.engine.core.stage import sections
 from mpirun.model.contract import Model
 from mpirun.model.stage_shape import flat_layout
 from schedgen.ir.instructions import B, F, Instruction, Kind

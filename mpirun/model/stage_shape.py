@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mpirun.model.dataflow import ALIGN, TensorSpec
 from mpirun.model.parallel_layers import SlicedDim
+from schedgen.ir.weights import shard_offsets
 
 
 class Place(NamedTuple):
@@ -54,3 +55,42 @@ def flat_layout(parameters: Sequence[Tensor]) -> tuple[list[Place], int]:
                 places[number] = Place(end, parameter.shape, dtype)
                 end += -(-parameter.nbytes // ALIGN) * ALIGN
     return [places[number] for number in range(len(parameters))], end
+
+
+Unit = tuple[int, int]  # a stage and a shard of its weights; shard -1: they are not divided
+Layout = Sequence[Place]  # of a stage's parameters
+
+
+class Piece(NamedTuple):
+    """The piece of a parameter that lies in one shard of its stage's weights."""
+
+    parameter: int  # its number among the stage's parameters
+    begin: int  # in the flat parameter, in elements
+    length: int  # in elements
+    offset: int  # in the shard, in bytes
+    dtype: torch.dtype
+    size: Sequence[int]  # (length,), or () if the parameter has no dimensions
+
+    def of_parameter(self, parameter: Tensor) -> Tensor:
+        """This piece of a tensor with the parameter's shape; its shape is `size`."""
+        return parameter.reshape(-1)[self.begin : self.begin + self.length].view(self.size)
+
+    def of_shard(self, shard: Tensor) -> Tensor:
+        """This piece of a flat tensor that is laid out like the shard; its shape is `size`."""
+        return shard[self.offset : self.offset + self.length * self.dtype.itemsize].view(self.dtype).view(self.size)
+
+
+def shard_spans(size: int, shards: Sequence[int]) -> dict[int, slice]:
+    """By shard, its slice of flat weights of `size` bytes; `shards`: (-1,) where they are not divided."""
+    ends = shard_offsets(size, len(shards))
+    return {shard: slice(*ends[number : number + 2]) for number, shard in enumerate(shards)}
+
+
+def pieces(layout: Layout, span: slice) -> Iterator[Piece]:
+    """The pieces in a shard, in the order of the parameters; a parameter without elements has none."""
+    for parameter, place in enumerate(layout):
+        begin, end, width = max(place.begin, span.start), min(place.end, span.stop), place.dtype.itemsize
+        if begin < end:
+            first, length = (begin - place.begin) // width, (end - begin) // width
+            size = (length,) if place.size else ()
+            yield Piece(parameter, first, length, begin - span.start, place.dtype, size)

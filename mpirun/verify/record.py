@@ -17,9 +17,8 @@ from torch import Tensor
 from mpirun.comm.fail_together import first_difference
 from mpirun.data.values import digest_of, raw_bytes
 from mpirun.engine.core.stage import LocalStage
-from mpirun.engine.core.weight_layout import pieces
 from mpirun.engine.setup import Setup
-from mpirun.model.stage_shape import StageShape
+from mpirun.model.stage_shape import StageShape, pieces
 from schedgen.ir.header import Header
 
 Key = TypeVar("Key")

@@ -12,11 +12,11 @@ from torch import Tensor
 from mpirun.comm.output import say
 from mpirun.comm.waiting import sleeping_barrier
 from mpirun.engine.build import RunInterpreter
-from mpirun.engine.core.weight_layout import Unit
 from mpirun.engine.running_statistics import statistics_rank
 from mpirun.engine.setup import Setup
 from mpirun.model.dataflow import Dataflow, Value
 from mpirun.model.module_tensors import buffer_copies, given_modules, kept
+from mpirun.model.stage_shape import Unit
 from mpirun.verify.microbatch import Start
 from mpirun.verify.one_process import run_in_one_process, run_with_delayed_updates, used_versions
 from mpirun.verify.record import (

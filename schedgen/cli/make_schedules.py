@@ -47,7 +47,7 @@ from schedgen.schemes import describe, load
 from schedgen.schemes.replicas import replicated
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.torch_list import TorchList, list_in, scheme_of
-from schedgen.schemes.user_template import new
+from schedgen.schemes.user_file import new
 from schedgen.simulator.machine import parse_profile
 from schedgen.util.errors import SlowScheme, UsageError, note
 from schedgen.util.files import check_writable, display_name, is_standard_output, open_output, read_text

@@ -1,4 +1,4 @@
-"""A user's own scheme: a file with w, n unless --n is given, and optionally the settings that `user_template` lists."""
+"""A user's own scheme: a file with w, n unless --n is given, and settings, which the template of one lists."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 from schedgen.ir.stage_graph import check_edges, check_per_consumer
 from schedgen.ir.weights import FLUSH
 from schedgen.schemes.scheme import Function, Scheme, Sizes, bind_sizes, fourth_argument, keyword_arguments, no_order
-from schedgen.util.errors import UsageError, raised
+from schedgen.util.errors import RefusedFile, UsageError, clip, raised
+from schedgen.util.files import open_output
 from schedgen.util.option_fields import count
 
 
@@ -117,3 +119,64 @@ def _edges(path: Path, edges: Any, options: Mapping[str, Any], stages: int) -> t
         except (Exception, SystemExit) as error:
             raise UsageError(f"{path}: edges() raised {raised(error)}") from None
     return None if edges is None else check_edges(edges, stages)
+
+
+TEMPLATE = '''\
+"""NAME: stages go round the workers, one forward, one backward. Say here what yours does."""
+
+# schedgen compile NAME.py --stages 4 --microbatches 8 -o NAME.json
+# schedgen stats NAME.json
+# mpiexec -n 4 python -m mpirun NAME.json --model mpirun.examples.mlp:tiny --steps 5 --verify
+
+import numpy as np
+
+from schedgen import F
+
+# s, b and d are NumPy arrays of all stages, microbatches and directions; d is F (forward) or B (backward). Arguments
+# behind the * are the sizes that compile was given, any of stages, microbatches, workers, groups, chunks, group,
+# replicas, slices; None or a default stands for one that was not.
+
+# What n means. "strict": every worker runs its jobs exactly in increasing n, which must differ within a worker.
+# "greedy": a free worker takes the job that can start earliest, and n settles ties.
+mode = "strict"
+
+
+def w(s, b, d, *, stages, workers=None):
+    """(the worker that stores the weights, the worker that computes) of every job."""
+    worker = s % (workers or stages)
+    return worker, worker
+
+
+def n(s, b, d, *, stages):
+    """Which job goes first: the smaller the sooner."""
+    way = np.where(d == F, s, 2 * stages - 1 - s)  # how far along a microbatch is, to the loss and back
+    return (way + 2 * b) * stages + s
+
+
+# More that a scheme may say:
+#
+# split = True                      d is F, I (gradient of the input) or W (gradient of the weights)
+# edges = [(0, 2), (1, 2)]          producer and consumer stages, where they are no chain
+# per_consumer = [0]                       stages that give each of several consumers an output of its own
+# updates = "stash"                 when weights change: "flush", "stash", "vertical" or "2bw"
+# accumulated = 8                   2bw: microbatches of an update; else as many as stages
+#
+# def cap(s, *, stages):            greedy: so many microbatches in flight on a stage and worker, until I or B ends
+#     return stages - s
+# def unsplit_backward(s, b):       split: whether a backward is one job after all
+#     return s == 0
+# def delayed_send(s, b):           strict: whether a forward's output leaves only after the worker's next job
+#     return b > 2
+'''
+
+
+def new(name: str) -> Path:
+    """Write NAME.py and return its path; RefusedFile if such a file exists already, which is left alone."""
+    path = Path(name if name.endswith(".py") else f"{name}.py")
+    if not re.fullmatch(r"\w[\w.-]*", path.stem):
+        raise UsageError(f"'{clip(name)}': the name should be letters, digits and any of _ . -")
+    if path.exists():
+        raise RefusedFile(f"{path} is there already, and new overwrites nothing")
+    with open_output(str(path)) as out:
+        out.write(TEMPLATE.replace("NAME", path.stem).encode())
+    return path

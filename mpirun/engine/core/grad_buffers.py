@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mpirun.comm.ordered_allreduce import add, numbers
 from mpirun.engine.core.stage import LocalStage
-from mpirun.engine.core.weight_layout import Unit, shard_spans
+from mpirun.model.stage_shape import Unit, shard_spans
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import EXCHANGED, Instruction, Kind, Op
 

@@ -8,6 +8,7 @@ other instructions; NORM, or a STEP to a version, waits for it. Other kinds of s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +17,7 @@ from torch import Tensor
 from mpirun.comm.ordered_allreduce import OrderedAllreduce
 from mpirun.engine.core.buffers import LocalBuffer
 from mpirun.engine.core.context import Act, Context, in_order
-from mpirun.engine.core.weight_layout import first_fetches
-from schedgen.ir.instructions import Instruction, Kind
+from schedgen.ir.instructions import Instruction, Kind, Op
 
 
 class Transfers:
@@ -138,3 +138,18 @@ class Sums:
             start(allreduce)
 
         return act
+
+
+def first_fetches(instructions: Sequence[Instruction]) -> set[int]:
+    """The rows of the FETCH_Ws that begin a copy of a stage's weights: no other shard of the copy is live then."""
+    live_shards: dict[int, set[int]] = {}  # by stage
+    first = set()
+    for row, i in enumerate(instructions):
+        shards = live_shards.setdefault(i.stage, set())
+        if i.op == Op.FETCH_W:
+            if not shards:
+                first.add(row)
+            shards.add(i.shard)
+        elif i.op == Op.FREE and i.kind == Kind.W:
+            shards.discard(i.shard)
+    return first

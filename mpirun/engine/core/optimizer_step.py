@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mpirun.engine.core.context import Act, Context
-from mpirun.engine.core.weight_layout import Unit
+from mpirun.model.stage_shape import Unit
 from schedgen.ir.instructions import Instruction, Kind
 
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from mpirun.comm.device import Device
+from mpirun.comm.ordered_allreduce import Section
 from mpirun.engine.core.split_backward import WeightHalf, input_half, weight_half
-from mpirun.engine.core.weight_layout import pieces, sections, shard_spans
 from mpirun.model.dataflow import TensorSpec
 from mpirun.model.loss import autocast
 from mpirun.model.meta_values import like_parameter
 from mpirun.model.rng import LayerRng
-from mpirun.model.stage_shape import StageShape, flat_layout
+from mpirun.model.stage_shape import Layout, StageShape, flat_layout, pieces, shard_spans
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
 LossFunction = Callable[[list[Tensor]], Tensor]  # from the last stage's outputs to a number
@@ -311,3 +311,12 @@ def _differentiable_outputs(
             roots.append(edge)
             root_gradients.append(gradient)
     return tuple(roots), tuple(root_gradients)
+
+
+def sections(layout: Layout) -> list[Section]:
+    """The sections of flat weights, one for the parameters of each type."""
+    found: dict[torch.dtype, Section] = {}
+    for place in layout:
+        begin = found[place.dtype].begin if place.dtype in found else place.begin
+        found[place.dtype] = Section(begin, place.end, place.dtype)
+    return list(found.values())

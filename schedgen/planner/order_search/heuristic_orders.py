@@ -20,7 +20,7 @@ from schedgen.ir.instructions import B, W
 from schedgen.ir.job_graph import may_start
 from schedgen.planner.order_search.priority_rules import find_rules
 from schedgen.planner.order_search.problem import OrderProblem, class_nodes, fits, serial_order
-from schedgen.planner.order_search.question import FEWEST_MOVES, LEAST_MOVES, RULE_JOBS, RULES, reached
+from schedgen.planner.order_search.question import reached
 from schedgen.planner.order_search.run_order import Run, begin_run, new_run, run_and_judge, run_order
 from schedgen.util.arrays import Numbers, Times
 from schedgen.util.jit import kernel
@@ -114,6 +114,10 @@ def place_weights(problem: OrderProblem, order: Numbers, row: Numbers, slack: Ti
 
 
 BEST = 4  # orders that are returned
+RULE_JOBS = 4  # a rule takes this many times as long as `run_order` for each job
+RULES = (100, 6000)  # that are tried, at least and at the most
+FEWEST_MOVES = 1000  # of one annealing
+LEAST_MOVES = 20_000  # with fewer moves in all annealing finds nothing: the work is left to rules
 CRITICAL = 90  # percent of moves that begin on the critical path
 REACH = 8  # places that a job moves at the most
 HOT = (0.03, 0.3, 2.0)  # temperatures at the first move, in mean durations of a job

@@ -37,17 +37,7 @@ from schedgen.planner.order_search.problem import (
     problem_of,
     serial_order,
 )
-from schedgen.planner.order_search.question import (
-    BUDGET,
-    BYTES_SHARES,
-    PROVED_SECONDS,
-    SMALL_SHARES,
-    STEADY_SHARE,
-    FoundOrder,
-    NoOrder,
-    Question,
-    reached,
-)
+from schedgen.planner.order_search.question import BUDGET, FoundOrder, NoOrder, Question, reached
 from schedgen.planner.order_search.run_order import new_run, run_order
 from schedgen.planner.order_search.steady_states import steady_orders
 from schedgen.schemes import SCHEMES, load
@@ -55,6 +45,12 @@ from schedgen.schemes.scheme import Scheme
 from schedgen.util.arrays import Numbers, Times
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
+
+# How the budget is divided.
+BYTES_SHARES = (0.1, 0.6, 0.3)  # by round, for a limit in bytes: rounds learn what else takes memory
+SMALL_SHARES = (0.2, 0.4)  # for problems small enough for CP-SAT, which runs before the last round and takes most time
+STEADY_SHARE = 0.02  # for steady states, in addition to the budget
+PROVED_SECONDS = 5.0  # CP-SAT's own deterministic seconds, for a budget of BUDGET
 
 
 def search_order(question: Question, budget: float = BUDGET) -> FoundOrder:

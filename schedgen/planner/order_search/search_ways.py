@@ -45,8 +45,6 @@ from schedgen.planner.order_search.problem import (
 )
 from schedgen.planner.order_search.question import (
     BUDGET,
-    JUDGED_JOBS,
-    MOST_JUDGED,
     OBJECTIVES,
     FoundOrder,
     Limits,
@@ -77,6 +75,8 @@ from schedgen.util.jit import compiled_always
 LOOSER = (1.25, 1.5, 2.0, np.inf)  # limits that orders are searched under, as multiples of the real one
 SHARES = (0.5, 0.9, 1.2, 10.0)  # of the time of jobs that copies to the host's memory may take, each tried
 STARTS = 4  # ways of the best order that are improved
+JUDGED_JOBS = 600  # compiling and simulating an order takes this many times as long as `run_order` for each job
+MOST_JUDGED = 2000  # changes of the ways of an order's forwards that are judged
 TIGHTER = 4  # times that a limit in bytes is tightened, if a schedule holds more besides saved forwards
 
 

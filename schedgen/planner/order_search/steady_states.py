@@ -19,13 +19,13 @@ from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import B, F, W
 from schedgen.ir.stage_graph import chain
 from schedgen.planner.order_search.problem import OrderProblem, fits, most_held, order_of
-from schedgen.planner.order_search.question import BLOCK_JOBS
 from schedgen.planner.order_search.run_order import new_run, run_and_judge, run_order
 from schedgen.schemes.building_block import PERIOD, by_job, by_worker, repeated, squeeze
 from schedgen.schemes.looped import vee
 from schedgen.util.arrays import Numbers
 
 KEPT = 3  # best orders
+BLOCK_JOBS = 40  # squeezing a steady state takes this many times as long as computing its start times
 Job = tuple[int, int, int]  # direction, stage, microbatch
 
 

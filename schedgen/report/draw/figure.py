@@ -1,30 +1,24 @@
 """Scenes as SVG or PNG by matplotlib: one below another on one time axis, with legends above and below.
 
-Large schedules are drawn as pixels inside the SVG.
+Large schedules are drawn as pixels inside the SVG. The same scenes give the same SVG.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+import warnings
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from schedgen.ir.instructions import Kind, Op
 from schedgen.report.draw import figure_axes
-from schedgen.report.draw.colours import HELD, INK, LOOKS, SHARE_COLOURS, TRANSFER_COLOURS, colours
-from schedgen.report.draw.figure_axes import (
-    HATCH_OPACITY,
-    HATCHES,
-    LABEL,
-    LARGE,
-    SMALL,
-    matplotlib_style,
-    save,
-    text_width,
-)
+from schedgen.report.draw.colours import HELD, INK, LOOKS, PAPER, SHARE_COLOURS, TRANSFER_COLOURS, colours
+from schedgen.report.draw.figure_axes import FONT, HATCH_OPACITY, HATCHES, LABEL, LARGE, SMALL, text_width
 from schedgen.report.draw.scene import Scene, colour_count, heading, key_figures
 from schedgen.simulator.timeline import SHARES
+from schedgen.util.errors import UsageError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,10 +28,10 @@ NARROWEST, WIDEST, TALLEST = 9.0, 14.0, 100.0  # of the picture
 LEFT, RIGHT, BETWEEN = 0.42, 1.70, 0.42  # margins, and the space between two scenes
 SHARES_LEFT, SHARES_WIDTH = 1.55, 1.05  # where shares of time begin, from the right edge, and how wide they are
 
-
 LINE = 0.17  # inches from one line of a legend to the next
 COLUMNS = 6  # entries of a line
 MOST_SWATCHES = 24  # colours of microbatches or stages that are shown
+DPI = 200
 
 Entries = list[tuple[Any, str]]  # matplotlib's handle and the text
 
@@ -47,14 +41,17 @@ def figure(scenes: Sequence[Scene], out: BinaryIO, form: str, by: str, transfers
 
     `transfers`: kinds of messages to draw.
     """
-    with matplotlib_style() as figure_type:
+    with _style() as figure_type:
         span = max(scene.makespan for scene in scenes)
         heights = [figure_axes.rows(scene) for scene in scenes]  # links have names
         rows = [
             min(max(5.0 / high, 0.22 if scene.links else 0.075), 0.36, TALLEST / high)
             for scene, high in zip(scenes, heights, strict=True)
         ]
-        width = _width(scenes, span)
+        # Within limits, most jobs have room for letter and number.
+        shortest = min(float(np.median(scene.bars.length[scene.bars.length > 0])) for scene in scenes)
+        longest = max(text_width(f"B{int(scene.bars.mb.max())}", LABEL) for scene in scenes)
+        width = min(max(LEFT + RIGHT + span / shortest * (longest + 2) / 72, NARROWEST), WIDEST)
         names = [name for scene in scenes if scene.links for name in scene.links.names]
         left = max(LEFT, *(text_width(name, SMALL) / 72 + 0.12 for name in names), 0)
         inner = width - left - RIGHT
@@ -81,14 +78,36 @@ def figure(scenes: Sequence[Scene], out: BinaryIO, form: str, by: str, transfers
             y -= height + BETWEEN
         _draw_legend(drawing, above, LEFT, total - 0.08)
         _draw_legend(drawing, below, LEFT, legends[1] + 0.04)
-        save(drawing, out, form)
+        # Without the date or anything else that changes from run to run.
+        metadata = {"Date": None, "Creator": None} if form == "svg" else {"Software": None}
+        drawing.savefig(out, format=form, dpi=DPI, metadata=metadata, facecolor=PAPER)
 
 
-def _width(scenes: Sequence[Scene], span: float) -> float:
-    """Inches of the picture's width: within limits, enough that most jobs have room for letter and number."""
-    shortest = min(float(np.median(scene.bars.length[scene.bars.length > 0])) for scene in scenes)
-    longest = max(text_width(f"B{int(scene.bars.mb.max())}", LABEL) for scene in scenes)
-    return min(max(LEFT + RIGHT + span / shortest * (longest + 2) / 72, NARROWEST), WIDEST)
+@contextlib.contextmanager
+def _style() -> Iterator[type[Figure]]:
+    """A context with these settings that yields matplotlib's `Figure`; UsageError if it is not installed."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError("SVG and PNG need matplotlib: pip install 'schedgen[draw]'") from None
+    settings: Any = {
+        "svg.hashsalt": "schedgen",
+        "svg.fonttype": "none",
+        "font.family": "sans-serif",
+        "font.sans-serif": [FONT],
+        "text.parse_math": False,
+        "font.size": SMALL,
+        "text.color": INK,
+        "axes.labelcolor": INK,
+        "xtick.labelcolor": INK,
+        "ytick.labelcolor": INK,
+        "hatch.linewidth": 0.8,
+        "axes.linewidth": 0.5,
+    }
+    with matplotlib.rc_context(settings), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a file's name may have letters that the font lacks
+        yield Figure
 
 
 def _legends(scenes: Sequence[Scene], by: str, transfers: Collection[str], labels: bool) -> tuple[Entries, Entries]:

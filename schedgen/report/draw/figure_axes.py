@@ -1,16 +1,14 @@
 """One scene in matplotlib's axes: bars, reasons for waiting, memory held, messages, and shares of time beside them.
 
-Row k of the axes, from k to k + 1, is worker k: bars, and below them a strip for what it holds. Fonts, hatches and
-settings are here, too: the same scene gives the same SVG.
+Row k of the axes, from k to k + 1, is worker k: bars, and below them a strip for what it holds. Fonts and hatches
+are here, too.
 """
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,49 +16,14 @@ from numpy.typing import NDArray
 from schedgen.ir.instructions import KIND_NAME, Kind, Op
 from schedgen.report.draw.colours import HELD, INK, LOOKS, PAPER, SHARE_COLOURS, TRACK, TRANSFER_COLOURS, colours
 from schedgen.report.draw.scene import Scene, format_time
-from schedgen.util.errors import UsageError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 FONT = "DejaVu Sans"
 LABEL, SMALL, LARGE = 6.5, 7.0, 9.0  # points: labels of bars, other text, headings
-DPI = 200
 HATCHES = {"": "", "/": "/////", "\\": "\\\\\\\\\\", ".": "....."}  # Look.hatch -> matplotlib's, as dense as used here
 HATCH_OPACITY = 0.35
-
-
-@contextlib.contextmanager
-def matplotlib_style() -> Iterator[type[Figure]]:
-    """A context with these settings that yields matplotlib's `Figure`; UsageError if it is not installed."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError("SVG and PNG need matplotlib: pip install 'schedgen[draw]'") from None
-    settings: Any = {
-        "svg.hashsalt": "schedgen",
-        "svg.fonttype": "none",
-        "font.family": "sans-serif",
-        "font.sans-serif": [FONT],
-        "text.parse_math": False,
-        "font.size": SMALL,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "xtick.labelcolor": INK,
-        "ytick.labelcolor": INK,
-        "hatch.linewidth": 0.8,
-        "axes.linewidth": 0.5,
-    }
-    with matplotlib.rc_context(settings), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a file's name may have letters that the font lacks
-        yield Figure
-
-
-def save(drawing: Figure, out: BinaryIO, form: str) -> None:
-    """Write as svg or png, without the date or anything else that changes from run to run."""
-    metadata = {"Date": None, "Creator": None} if form == "svg" else {"Software": None}
-    drawing.savefig(out, format=form, dpi=DPI, metadata=metadata, facecolor=PAPER)
 
 
 @cache

@@ -17,12 +17,11 @@ from mpirun.comm.device import Device
 from mpirun.comm.ordered_allreduce import numbers
 from mpirun.data.microbatches import Microbatches
 from mpirun.engine.core.stage import LocalStage, SavedForward
-from mpirun.engine.core.weight_layout import shard_spans
 from mpirun.examples import gpt, mlp
 from mpirun.model.build_stage import build_stage
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import TensorSpec
-from mpirun.model.stage_shape import StageShape
+from mpirun.model.stage_shape import StageShape, shard_spans
 from mpirun.model.trial import Trial
 
 STAGES, SEED = 4, 3

@@ -15,13 +15,12 @@ from torch.nn.functional import mse_loss
 
 from mpirun.comm.device import Device
 from mpirun.engine.core.stage import LocalStage
-from mpirun.engine.core.weight_layout import pieces, shard_spans
 from mpirun.engine.grad_norm import line_sums, subtrees, tensor_norms, tree_sum
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.recipe import ELEMENTWISE, NamedParameter, Recipe
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import UNSLICED, ColumnParallelLinear, Slice, sliced_dims
-from mpirun.model.stage_shape import StageShape, flat_layout
+from mpirun.model.stage_shape import StageShape, flat_layout, pieces, shard_spans
 from schedgen.util.errors import UsageError
 
 # Shards of stage 0 alternate between two workers, all shards of stage 1 are on one worker, those of the rest anywhere.
