@@ -26,7 +26,7 @@ ROOMS = {
     "mpirun/engine/core": 1_845,
     "mpirun/engine": 4_280,
     "mpirun/model": 3_745,
-    "mpirun/training": 2_525,
+    "mpirun/training": 2_560,
     "mpirun/comm": 1_755,
     "mpirun/data": 860,
     "mpirun/checkpoint": 1_085,

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch
 from mpi4py import MPI
@@ -30,20 +28,18 @@ from mpirun.checkpoint.reader import load_whole
 from mpirun.comm.fail_together import Stop, on_rank_0, refuse, together
 from mpirun.comm.run_comm import RunComm
 from mpirun.data.dataset_loaders import MapLoader, loader_class
-from mpirun.data.loader import Batch, Loader
-from mpirun.data.microbatches import Microbatch, MicrobatchSource
+from mpirun.data.loader import Loader
 from mpirun.engine.expand_slices import expanded_model
 from mpirun.engine.options import RunOptions, in_words
 from mpirun.engine.read_schedule import Schedule
 from mpirun.engine.recipe import Recipe
-from mpirun.engine.setup import text_microbatches, use_host
+from mpirun.engine.setup import use_host
 from mpirun.training.arguments import (
     ORDER,
     SIZES,
     Given,
     Models,
     Optimizers,
-    check_batches,
     check_same_options,
     directory_of,
     load,
@@ -53,25 +49,24 @@ from mpirun.training.arguments import (
 from mpirun.training.batches import (
     LossWeight,
     Shapes,
-    StepBatches,
     check_loss_weight,
-    check_same_batch,
     read_by,
     whole_batch,
 )
-from mpirun.training.evaluation import Evaluation, Evaluator, evaluate, predict
-from mpirun.training.open_run import OpenRun, collective
-from mpirun.training.prepared import Prepared, first_microbatch, shared
-from mpirun.training.saving import Checkpoints, beside
+from mpirun.training.built_run import BuiltRun
+from mpirun.training.evaluation import Evaluation, evaluate, predict
+from mpirun.training.open_run import collective
+from mpirun.training.prepared import shared
+from mpirun.training.saving import beside
 from mpirun.training.session import Result, Session, is_compared, step_numbers
-from mpirun.watchdog import EVALUATING, IN_SCRIPT, PHASE, VERIFYING
+from mpirun.watchdog import IN_SCRIPT, PHASE, VERIFYING
 from schedgen.ir.program import Program
 from schedgen.util.option_fields import checked
 
 T = TypeVar("T")
 
 
-class Engine(OpenRun):
+class Engine(BuiltRun):
     """A run. It trains the given modules: on each rank those of the stages that it owns.
 
     It is built as soon as it knows what a microbatch looks like: at once from `example`, else from the first loader
@@ -140,8 +135,6 @@ class Engine(OpenRun):
             raise TypeError(f"Engine has no argument {unknown}: help(mpirun.Engine) lists them")
         comm = RunComm(MPI.COMM_WORLD if comm is None else comm)
         super().__init__(comm, bool(options.get("traceback")))
-        self._prepared: Prepared | None = None
-        self._loaders: WeakSet[Loader] = WeakSet()  # loaders known to read what this run's ranks read
         with self._beginning():
             use = self._options = together(comm, lambda: checked(RunOptions(**options)))
             check_same_options(comm, options_to_compare({**given, **compiled, **vars(self._options)}))
@@ -400,89 +393,3 @@ class Engine(OpenRun):
         assert session.verification is not None
         session.watchdog.state[PHASE] = VERIFYING
         return session.verification.compare(session.steps, session.beat, tolerance) == 0
-
-    # Its parts
-
-    def _free(self) -> None:
-        if self._prepared is not None:
-            self._prepared.free()
-
-    @property
-    def _built(self) -> Prepared:
-        if self._prepared is None:
-            if self._model.batch is None:
-                raise Stop("give Engine(example=(input, target)), one microbatch, or make a loader first")
-            self._build(text_microbatches(self.comm, self._model, self._options, self._count))
-        assert self._prepared is not None
-        return self._prepared
-
-    @property
-    def _begun(self) -> Prepared:
-        """What is built, whose values are those of a checkpoint or the same on all ranks."""
-        built = self._built
-        built.session.check_start()
-        return built
-
-    @property
-    def checkpoints(self) -> Checkpoints:
-        """What the run saves and resumes."""
-        return self._begun.checkpoints
-
-    def _build(self, source: Microbatch | MicrobatchSource) -> None:
-        """Build the stages for the microbatches of a source, or for a script's that look like this one. Collective."""
-        if isinstance(source, Microbatch):
-            source = StepBatches(source, self._count)
-        self._prepared = Prepared(
-            self._running, self._model, self._options, self._recipe, self.host, source, self._shapes, self._loss_weight
-        )
-
-    def _batch(self, batch: Any, name: str, compared: bool, size: int | None = None) -> Batch:
-        """A script's batch as a `Batch`; Stop if it does not have the microbatches of a step.
-
-        `compared`: Stop, too, if ranks have made different ones themselves; `name`: of the batch, for the message.
-        `size`: of a microbatch, to which a script's own batch is padded; None: it may not be.
-        """
-        if not isinstance(batch, Batch):
-            pair, uneven = self._model.origin.pair, self._shapes.any
-            batch = together(self.comm, lambda: whole_batch(batch, self._count, pair, size, uneven))
-            if compared:
-                check_same_batch(self.comm, batch, name)
-        if len(batch.samples) != self._count:
-            raise Stop(f"the batch is of {len(batch.samples)} microbatches, but a step has {self._count}")
-        if batch.loader is not None and batch.loader not in self._loaders:
-            others = list(batch.loader.reads) != self._reads
-            refuse(self.comm, others, "the loader is another Engine's, whose ranks read other microbatches")
-            self._loaders.add(batch.loader)
-        if self._prepared is None:
-            self._build(first_microbatch(self.comm, batch))
-        return batch
-
-    def _over(
-        self,
-        loader: Iterable[Any],
-        batches: int | None,
-        use: Callable[[Session, Iterable[tuple[Evaluator, Batch]]], T],
-        scores: bool,
-    ) -> T:
-        """Call `use` with an epoch's first batches and the evaluators of their shapes; the loader's position stays.
-
-        `scores`: batches are scored by their targets.
-        """
-        together(self.comm, lambda: check_batches(loader))
-        session, shapes = self._running, self._shapes.anew()
-        padded = isinstance(loader, Loader) and loader.pads_in_part and (batches is None or batches >= len(loader))
-
-        def evaluators() -> Generator[tuple[Evaluator, Batch], None, None]:
-            size = 0  # of a microbatch: a script's smaller last batch is padded
-            for number, given in enumerate(islice(self.generators.items(loader), batches)):
-                name = f"batch {number + 1}"
-                batch = self._batch(given, name, is_compared(number), size)
-                size = batch.size
-                yield self._begun.evaluator(batch, shapes.of(batch, name), padded, scores), batch
-
-        whole = loader.from_the_start() if isinstance(loader, Loader) else contextlib.nullcontext()
-        with session.watchdog.phase(EVALUATING), whole, contextlib.closing(evaluators()) as pairs:
-            first = next(pairs, None)
-            refuse(self.comm, first is None, "there is no batch to evaluate")
-            assert first is not None
-            return use(session, chain([first], pairs))
