@@ -134,15 +134,12 @@ class CudaStreamOperations:
     def wait(self, address: int, number: int) -> None:
         """Make the stream wait until the word is `number` or above."""
         if self._until is None:
-            self._until = AT_LEAST | (FLUSH if self._can_flush() else 0)
+            device, can = ctypes.c_int(), ctypes.c_int()
+            self._check("cuCtxGetDevice", self._device(ctypes.byref(device)))
+            self._check("cuDeviceGetAttribute", self._attribute(ctypes.byref(can), CAN_FLUSH, device))
+            # Without flushes words do not order messages that a network card writes itself.
+            self._until = AT_LEAST | (FLUSH if can.value else 0)
         self._check("cuStreamWaitValue32", self._wait(self.current(), address, number, self._until))
-
-    def _can_flush(self) -> bool:
-        """Whether this GPU can flush; if not, words do not order messages that a network card writes itself."""
-        device, can = ctypes.c_int(), ctypes.c_int()
-        self._check("cuCtxGetDevice", self._device(ctypes.byref(device)))
-        self._check("cuDeviceGetAttribute", self._attribute(ctypes.byref(can), CAN_FLUSH, device))
-        return bool(can.value)
 
     @staticmethod
     def _check(name: str, code: int) -> None:

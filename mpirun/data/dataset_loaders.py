@@ -59,11 +59,12 @@ class MapLoader(Loader):
 
     def made(self, epoch: int, step: int, numbers: Sequence[int]) -> Step:
         """These microbatches of a step; seeds the global generators."""
-        indices = self._indices(epoch, step)
+        indices, whole = self._indices(epoch, step), getattr(self.dataset, "__getitems__", None)
         dealt, collated = deal(indices, self.microbatch_size, self.microbatches, self.fills), {}
         for number in numbers:
             seed(self.seed, epoch, step, number)
-            collated[number] = self._collated(dealt[number])
+            items = whole(dealt[number]) if whole else [self.dataset[index] for index in dealt[number]]
+            collated[number] = (self.collate or default_collate)(items)
         return Step(len(indices), step == len(self) - 1, collated)
 
     def order(self, epoch: int) -> Sequence[int]:
@@ -95,11 +96,6 @@ class MapLoader(Loader):
 
     def _indices(self, epoch: int, step: int) -> list[int]:
         return [int(index) for index in self.order(epoch)[step * self.step_size : (step + 1) * self.step_size]]
-
-    def _collated(self, indices: list[int]) -> Any:
-        whole = getattr(self.dataset, "__getitems__", None)
-        items = whole(indices) if whole else [self.dataset[index] for index in indices]
-        return (self.collate or default_collate)(items)
 
     def _steps(self, epoch: int, first: int) -> tuple[Dataset[Step], Iterable[int]]:
         self.order(epoch)  # here, not in each worker

@@ -22,9 +22,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
-from mpirun.data.chunks import in_own_memory
 from mpirun.data.load_ahead import items_of, start_worker, states_kept
-from mpirun.data.microbatches import Microbatch, Pair, plain
+from mpirun.data.microbatches import Microbatch, Pair, in_own_memory, plain
 from mpirun.data.values import named_leaves
 from schedgen.util.errors import UsageError
 

@@ -36,7 +36,7 @@ from mpirun.engine.running_statistics import KeptBuffers
 from mpirun.engine.setup import Setup
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.build_stage import build_stage
-from mpirun.model.contract import Model, StageEntry
+from mpirun.model.contract import Model
 from mpirun.model.module_tensors import own_tensors
 from mpirun.model.rng import LOSS, derived_seed
 from mpirun.watchdog import NOTHING, OTHERS, WAIT, WORDS
@@ -246,6 +246,8 @@ def _local_stages(
         modules[index] = build_stage(setup.model, index, setup.seed, values=owned, mapped=True)
         digests |= value_digests(setup.model, index, modules[index], owned)
     for index, module in modules.items():
+        entry = setup.model.stages[index]
+        made = entry.values() if isinstance(entry, Mapping) else [entry]
         stages[index] = LocalStage(
             module,
             index,
@@ -256,14 +258,8 @@ def _local_stages(
             header.shards_of(index),
             owned_shards.get(index, []),
             stages.values(),
-            is_given=_has_values(setup.model.stages[index]),
+            is_given=any(isinstance(layer, nn.Module) for layer in made),  # not by a function, nor on the meta device
             call=setup.model.origin.call,
         )
         stages[index].outside_norm = setup.model.tied_to_earlier(index, stages[index].names)
     return dict(sorted(stages.items())), digests
-
-
-def _has_values(entry: StageEntry) -> bool:
-    """Whether a stage's entry has modules with values of their own, which no function builds, off the meta device."""
-    layers = entry.values() if isinstance(entry, Mapping) else [entry]
-    return any(isinstance(layer, nn.Module) for layer in layers)

@@ -20,8 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from mpirun.comm.fail_together import refuse
-from mpirun.data.chunks import joined, one_per_sample
-from mpirun.data.microbatches import Microbatch
+from mpirun.data.microbatches import Microbatch, joined, one_per_sample
 from mpirun.data.values import to_device
 from mpirun.engine.core.context import Score
 from mpirun.engine.core.stage import LocalStage

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves, tree_leaves_with_path, tree_map
 
-from mpirun.data.chunks import one_per_sample
-from mpirun.data.microbatches import Microbatch
+from mpirun.data.microbatches import Microbatch, one_per_sample
 from schedgen.util.errors import UsageError
 
 

@@ -9,25 +9,103 @@ Such a stage depends on values, and may change its buffers in other microbatches
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mpirun.data.microbatches import Microbatch
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input, Reads, Source, TensorSpec, Value, all_outputs, spec_of
-from mpirun.model.forward_watch import ForwardWatch, leaves_of_graph, memory
 from mpirun.model.loss import autocast
 from mpirun.model.parallel_layers import sliced_dims
+from mpirun.model.rng import layers_of
 from mpirun.model.stage_copies import fake_mode, stage_apart, stage_without_values
 from mpirun.model.stage_shape import StageShape, flat_layout
 from schedgen.util.errors import UsageError, raised, raised_at
+
+BATCH_NORM_WRITES = frozenset({"running_mean", "running_var"})  # written in training, whatever the schema says
+
+
+def memory(x: Tensor) -> Any:
+    """A tensor's storage, or itself if not strided. Views share its `_cdata`, which is unique while it is alive."""
+    return x.untyped_storage() if x.layout == torch.strided else x
+
+
+class ForwardWatch(TorchDispatchMode):
+    """While it is active, records the layers that draw, in `random_layers`, and the memory written to, in `written`.
+
+    Only writes by torch operations are seen, not those through NumPy views.
+    """
+
+    def __init__(self, module: nn.Module, layers: Sequence[str]) -> None:
+        """`layers`: names of the module's layers; empty: its `RandomOp`s or, if it has none, the module itself."""
+        super().__init__()
+        self.module = module
+        self.held = [(x, memory(x)) for x in (*module.buffers(), *module.parameters())]  # so that ids stay unique
+        self.buffers = _buffers(module)
+        self.drawn = False  # by the layer whose forward is running
+        self.random_layers: list[str] = []
+        self.written: set[int] = set()  # the `_cdata` of memory
+        self.layers = layers_of(module, layers)
+        for name in self.layers:
+            layer = module.get_submodule(name) if name else module
+            layer.register_forward_pre_hook(lambda *_: setattr(self, "drawn", False))
+            layer.register_forward_hook(lambda *_, name=name: self.random_layers.append(name) if self.drawn else None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation; record whether it draws, and where it writes."""
+        kwargs, written = kwargs or {}, _may_write_to(func)
+        if written or torch.Tag.nondeterministic_seeded in func.tags:
+            parameters = func._schema.arguments
+            values = {parameter.name: parameter.default_value for parameter in parameters}
+            values |= {parameter.name: value for parameter, value in zip(parameters, args, strict=False)} | kwargs
+            # Attention is tagged as drawing, but draws only with dropout.
+            self.drawn |= torch.Tag.nondeterministic_seeded in func.tags and values.get("dropout_p", 1.0) != 0.0
+            for name in written if values.get("training", True) else written - BATCH_NORM_WRITES:
+                self.written |= {memory(x)._cdata for x in tree_leaves(values[name]) if isinstance(x, Tensor)}
+        return func(*args, **kwargs)
+
+    def changed_buffers(self) -> list[str]:
+        """The module's buffers that have been changed, replaced, added or removed."""
+        before, after = self.buffers, _buffers(self.module)
+        return [n for n in {**before, **after} if before.get(n) != after.get(n) or before[n][1] in self.written]
+
+
+def leaves_of_graph(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors whose `grad` a backward from these outputs would add to."""
+    nodes = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    seen, leaves = set(nodes), []
+    while nodes:
+        node: Any = nodes.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.append(leaf)
+        new = {before for before, _ in node.next_functions if before is not None} - seen
+        seen |= new
+        nodes += new
+    return leaves
+
+
+def _buffers(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """By name of a buffer, its id and its memory's `_cdata`."""
+    return {name: (id(x), memory(x)._cdata) for name, x in module.named_buffers()}
+
+
+@cache
+def _may_write_to(operation: Any) -> frozenset[str]:
+    return frozenset(
+        argument.name
+        for argument in operation._schema.arguments
+        if argument.name in BATCH_NORM_WRITES or (argument.alias_info is not None and argument.alias_info.is_write)
+    )
+
 
 CPU = torch.device("cpu")
 
@@ -59,6 +137,7 @@ class Trial:
     fake: FakeTensorMode = field(default_factory=fake_mode)
     real: list[tuple[Sequence[Tensor], StageShape]] = field(default_factory=list)  # of the first stages, with values
 
+    @_unlogged()
     def shapes(self) -> list[StageShape]:
         """The shapes of all stages, found by running them on this microbatch.
 
@@ -69,10 +148,6 @@ class Trial:
             for source in sources:
                 if isinstance(source, Input) and source.leaf >= leaves:
                     raise UsageError(f"stage {stage} reads leaf {source.leaf} of the input, which has {leaves}")
-        return self._shapes()
-
-    @_unlogged()
-    def _shapes(self) -> list[StageShape]:
         outputs: list[Sequence[Tensor]] = []
         shapes: list[StageShape] = []
         for stage in range(len(self.model.stages)):
@@ -142,7 +217,7 @@ class Trial:
         keeps_strides = is_whole and model.model_stage(stage) < last  # slices are summed, the loss takes its own
         return [x.detach() for x in made], shape._replace(
             outputs=tuple(spec_of(x) if keeps_strides else TensorSpec(tuple(x.shape), x.dtype) for x in made),
-            overwrites_inputs=any(map(watch.has_written_to, inputs)),
+            overwrites_inputs=any(isinstance(x, Tensor) and memory(x)._cdata in watch.written for x in inputs),
             overwrites_buffers=bool(changed or (fake is None and watch.buffers)),
             changed_buffers=changed,
             aliased_outputs=tuple(index for index, x in enumerate(made) if memory(x)._cdata in held),

@@ -19,9 +19,20 @@ import torch.utils._pytree as pytree
 from mpi4py import MPI
 
 from mpirun.comm.fail_together import Stop, first_difference, together
-from mpirun.data.chunks import chunk, repeated, sample_count, spans
 from mpirun.data.loader import Batch, microbatch_of, real_samples
-from mpirun.data.microbatches import Microbatch, MicrobatchSource, Pair, Shape, digest, input_and_target, plain
+from mpirun.data.microbatches import (
+    Microbatch,
+    MicrobatchSource,
+    Pair,
+    Shape,
+    chunk,
+    digest,
+    input_and_target,
+    plain,
+    repeated,
+    sample_count,
+    spans,
+)
 from mpirun.data.values import copy_of, digest_of
 from mpirun.model.contract import Model
 from mpirun.model.dataflow import Input

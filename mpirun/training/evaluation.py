@@ -20,9 +20,8 @@ from mpirun.comm.fail_together import Stop, on_rank_0
 from mpirun.comm.gpu_transport import make_transport
 from mpirun.comm.ordered_allreduce import AllreduceQueue
 from mpirun.comm.transport import NO_ROW
-from mpirun.data.chunks import joined
 from mpirun.data.loader import Batch
-from mpirun.data.microbatches import Microbatch, MicrobatchReader, Position
+from mpirun.data.microbatches import Microbatch, MicrobatchReader, Position, joined
 from mpirun.engine.core.buffers import LocalBuffers
 from mpirun.engine.core.context import Context, Score
 from mpirun.engine.core.interpreter import Interpreter

@@ -57,10 +57,15 @@ class OpenRun:
     @contextlib.contextmanager
     def _beginning(self) -> Iterator[None]:
         """Inside, what a constructor does; a mistake ends the run on all ranks."""
-        with self.generators, self._exit_by(), self._ended_by_mistakes():
-            if self.comm.size > 1:
-                self._ending.callback(end_on_uncaught(self.comm, self._failing))
-            yield
+        with self.generators, self._exit_by():
+            try:
+                if self.comm.size > 1:
+                    self._ending.callback(end_on_uncaught(self.comm, self._failing))
+                yield
+            except Exception as error:
+                if isinstance(error, Stop) or self.comm.size == 1:
+                    self._end()  # the process, as a notebook's, may start another run
+                raise
 
     def _free(self) -> None:
         """Free what is collective to free."""
@@ -88,16 +93,6 @@ class OpenRun:
         else:
             self._failing(error)
             end_on_error(self.comm, error)
-
-    @contextlib.contextmanager
-    def _ended_by_mistakes(self) -> Iterator[None]:
-        """Inside, an error that stops all ranks also ends the run: the process, as a notebook's, may start another."""
-        try:
-            yield
-        except Exception as error:
-            if isinstance(error, Stop) or self.comm.size == 1:
-                self._end()
-            raise
 
     def _end(self) -> None:
         if self.session is not None:

@@ -79,7 +79,6 @@ def run_compile(options: CompileOptions) -> int:
 
 
 def _write_compiled(options: CompileOptions, scheme: Scheme, sizes: Sizes, graph: ModelGraph | None) -> None:
-    """Compile a scheme, prove the schedule and write it."""
     substages, transport = 1, read_transport(options.transport)
     if graph is not None:
         substages = _substages(graph, sizes.stages, display_name(options.graph or "-"))
@@ -176,7 +175,6 @@ def _substages(graph: ModelGraph, stages: int, name: str) -> int:
 
 
 def _with_graph(scheme: Scheme, graph: ModelGraph, substages: int) -> Scheme:
-    """The scheme with a model's edges and layers."""
     if graph.edges is not None:
         scheme = scheme._replace(edges=graph.edges if substages == 1 else None, per_consumer=graph.per_consumer)
     if graph.layers:
@@ -185,7 +183,6 @@ def _with_graph(scheme: Scheme, graph: ModelGraph, substages: int) -> Scheme:
 
 
 def _write_checked(program: Program, output: str, name: str = INTERNAL) -> None:
-    """Write a program, unless the checker refuses it under this name."""
     check(program, name)
     with open_output(output) as out:
         write(program, out)

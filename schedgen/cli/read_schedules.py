@@ -155,7 +155,6 @@ def run_stats(options: StatsOptions) -> int:
 
 
 def _print_advice(options: StatsOptions, program: Program, cost: Mapping[str, Amount], machine: Machine) -> None:
-    """Print what ranks hold and what lowers it."""
     if options.measured:
         raise UsageError("--measured has no bytes: leave it out beside --memory")
     if options.profile is None:
@@ -225,7 +224,6 @@ def _read_profile(options: CostOptions | StatsOptions, program: Program) -> tupl
 
 
 def _read_trace(name: str, program: Program) -> list[Timeline]:
-    """The passes of a measured trace through the list."""
     return read_trace(read_text(name), display_name(name), program)
 
 

@@ -70,7 +70,6 @@ class Recipe(NamedTuple):
 
 
 def _spelled(value: Any) -> str:
-    """An option's value as it is written."""
     if isinstance(value, Mapping):
         return ",".join(f"{name}={number}" for name, number in value.items())
     if isinstance(value, (list, tuple)):

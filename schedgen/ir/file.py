@@ -117,8 +117,6 @@ def line_of(program: Program, row: int, rank: int | None = None) -> int:
 
 
 class _Content(NamedTuple):
-    """The content of a file."""
-
     data: bytes
     name: str
 

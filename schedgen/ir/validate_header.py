@@ -156,7 +156,6 @@ def _tensor_parallel(value: Any, limits: Limits) -> TensorParallel:
 
 
 def _check_together(header: Header) -> None:
-    """Check what entries say together."""
     layers, owners, tensor = header.scheme.get("layers"), header.shard_owners, header.tensor_parallel
     right = layers is None or (isinstance(layers, list) and len(layers) == header.model_stages and min(layers) > 0)
     _need(right, "scheme", "scheme: layers must be a list of a number for each stage of the model")

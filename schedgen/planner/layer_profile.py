@@ -193,7 +193,6 @@ def _parse_pipedream(text: str, name: str) -> Layers:
 
 
 def _parse_layer(line: str) -> tuple[str, str, list[float]]:
-    """A layer's name, description and numbers."""
     match = _LAYER.fullmatch(line)
     if match is None:
         form = f"NAME -- DESCRIPTION -- {'=..., '.join(_FIELDS)}=..."

@@ -201,7 +201,6 @@ def _simulated(candidate: Candidate) -> Iterator[_Entry]:
 
 
 def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> PlannedSchedule:
-    """The candidate's program, executed with these costs."""
     run = simulate(program, costs.with_halves, costs.machine)
     seconds, bytes = float(run.end.max()), int(run.footprint.peak.max())
     ways = len(program.rows_of(Op.RECOMPUTE)), len(program.rows_of(Op.OFFLOAD))

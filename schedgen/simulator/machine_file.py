@@ -41,7 +41,14 @@ def network_of(values: Any, name: str) -> Network:
     if len({*(counts := network.counts).values()}) > 1:
         said = ", ".join(f"{count} by {what}" for what, count in counts.items())
         raise RefusedFile(f"{name}: the numbers of devices differ: {said}")
-    _check_nested(network, name)
+    # Every group of a level is some groups of the level below, and one of them is several.
+    count = network.devices or 2 * max(each.devices for each in network.levels if isinstance(each.devices, int))
+    ends = np.diff(network.groups(count), axis=1) > 0
+    for (below, level), (inner, outer) in zip(pairwise(levels), pairwise(ends), strict=True):
+        if (outer & ~inner).any():
+            raise RefusedFile(f"{name}: the groups of level '{level.name}' divide some of level '{below.name}'")
+        if (outer == inner).all():
+            raise RefusedFile(f"{name}: no message uses level '{level.name}': it joins no two groups of '{below.name}'")
     return network
 
 
@@ -79,7 +86,6 @@ def _host(values: Any, where: str) -> HostLink:
 
 
 def _is_count(value: Any) -> bool:
-    """Whether a value is a number of devices."""
     return type(value) is int and 1 <= value <= MOST_WORKERS
 
 
@@ -90,17 +96,6 @@ def _are_alphas(value: Any) -> bool:
     begins = [begin for begin, _ in value]
     is_valid = all(is_amount(number) for each in value for number in each)
     return bool(value) and is_valid and begins[0] == 0 and begins == sorted({*begins})
-
-
-def _check_nested(network: Network, name: str) -> None:
-    """RefusedFile unless every group of a level is some groups of the level below, and one of them is several."""
-    count = network.devices or 2 * max(each.devices for each in network.levels if isinstance(each.devices, int))
-    ends = np.diff(network.groups(count), axis=1) > 0
-    for (below, level), (inner, outer) in zip(pairwise(network.levels), pairwise(ends), strict=True):
-        if (outer & ~inner).any():
-            raise RefusedFile(f"{name}: the groups of level '{level.name}' divide some of level '{below.name}'")
-        if (outer == inner).all():
-            raise RefusedFile(f"{name}: no message uses level '{level.name}': it joins no two groups of '{below.name}'")
 
 
 def _amounts(value: Any, where: str, most: float) -> float | tuple[float, ...]:

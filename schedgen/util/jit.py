@@ -73,7 +73,6 @@ def _interpreted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function compiled."""
     try:
         from numba import njit
     except ImportError:  # for example no wheel for this Python yet: the same results, slower

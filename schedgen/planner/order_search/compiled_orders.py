@@ -59,7 +59,6 @@ def compile_order(question: Question, n: Numbers, ways: Ways | None = None) -> P
 
 
 def _with_limit(program: Program, question: Question) -> Program:
-    """The program with the question's limit of saved forwards in its header, if there is one."""
     if question.limits.saved is None:
         return program
     lowering = {**program.header.lowering, "memory_limit": question.limits.saved}

@@ -148,7 +148,6 @@ def _random_rules(rng: np.random.Generator, direction: Numbers) -> Rules:
 
 
 def _changed(rng: np.random.Generator, rules: Rules) -> Rules:
-    """Rules with some of the numbers changed a little."""
     changed = rules.copy()
     for ends in changed:
         chosen = rng.random(ends.shape) < 0.4

@@ -141,7 +141,6 @@ def _swatch(paint: str, hatch: str = "") -> Any:
 
 
 def _draw_legend(drawing: Figure, entries: Entries, x: float, y: float) -> None:
-    """Draw the entries from `x` inches on, below `y` inches."""
     from matplotlib.legend_handler import HandlerTuple
 
     width, height = drawing.get_size_inches()

@@ -9,9 +9,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from mpirun.data.chunks import chunk, in_own_memory
 from mpirun.data.dataset_loaders import loader_class
-from mpirun.data.microbatches import Microbatch, Microbatches, input_and_target
+from mpirun.data.microbatches import Microbatch, Microbatches, chunk, in_own_memory, input_and_target
 from mpirun.engine.loss import MinibatchLoss
 from mpirun.model.contract import Model
 from mpirun.model.loss import without_padding
