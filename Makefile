@@ -63,7 +63,7 @@ $(VENV)/installed: pyproject.toml .ci/constraints.txt
 	# The older pip that comes with Python takes twice as long.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint .ci/constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint .ci/constraints.txt \
-	    $(filter-out system,$(MPI)) --editable '.[run,draw,export,search,dev]'
+	    $(filter-out system,$(MPI)) --editable '.[run,draw,search,dev]'
 	touch $@
 
 $(VENV)/ucx/installed: $(VENV)/installed

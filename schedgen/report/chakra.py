@@ -16,10 +16,8 @@ version 1.0.0.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from io import BytesIO
-from itertools import pairwise
-from typing import Any
+from collections.abc import Iterator
+from itertools import pairwise, starmap
 
 import numpy as np
 
@@ -32,33 +30,11 @@ from schedgen.report.chrome_trace import event_name
 from schedgen.simulator.buffer_sizes import NUMBER
 from schedgen.simulator.simulate import Simulation
 from schedgen.util.arrays import places_in_runs
-from schedgen.util.errors import UsageError
 
 VERSION = "1.0.0"
 LOAD_NODE, STORE_NODE, COMP_NODE, SEND_NODE, RECV_NODE, COLLECTIVE_NODE = 2, 3, 4, 5, 6, 7  # NodeType
 ALL_REDUCE = 0  # CollectiveCommType
 ALL_RANKS = "0"  # the name of the group that needs no entry
-# Message -> (field, its number, its type, whether it is repeated). Enumerations are int32 on the wire.
-_SCHEMA = {
-    "AttributeProto": [
-        ("name", 1, "STRING", False),
-        ("int32_val", 7, "INT32", False),
-        ("int64_val", 9, "INT64", False),
-        ("bool_val", 27, "BOOL", False),
-        ("string_val", 29, "STRING", False),
-    ],
-    "GlobalMetadata": [("version", 1, "STRING", False)],
-    "Node": [
-        ("id", 1, "UINT64", False),
-        ("name", 2, "STRING", False),
-        ("type", 3, "INT32", False),
-        ("ctrl_deps", 4, "UINT64", True),
-        ("data_deps", 5, "UINT64", True),
-        ("start_time_micros", 6, "UINT64", False),
-        ("duration_micros", 7, "UINT64", False),
-        ("attr", 10, "MESSAGE", True),
-    ],
-}
 _WIDE = ("comm_size", "comm_type", "tensor_size")  # attributes of 64 bits
 
 _WRITES = (Effect.DEFINE, Effect.RECEIVE)  # these need no earlier value
@@ -75,12 +51,8 @@ def jobs_rounded_to_zero(run: Simulation, unit: float = 1.0) -> int:
 def chakra_traces(run: Simulation, unit: float = 1.0) -> Iterator[tuple[str, bytes]]:
     """(ending of a file's name, bytes) for each rank's trace, and last for the groups of collectives as JSON.
 
-    Durations and starts are those of the run, in whole microseconds; a unit of its time is `unit` microseconds. Raises
-    UsageError if protobuf is not installed.
+    Durations and starts are those of the run, in whole microseconds; a unit of its time is `unit` microseconds.
     """
-    messages = _messages()  # first, since it raises UsageError without protobuf
-    from google.protobuf.proto import serialize_length_prefixed
-
     program = run.program
     table = program.rows
     begin, length = (np.rint(unit * times).astype(np.int64) for times in (run.start, run.end - run.start))
@@ -96,13 +68,11 @@ def chakra_traces(run: Simulation, unit: float = 1.0) -> Iterator[tuple[str, byt
         columns = (column[start:stop].tolist() for column in (begin, length, size, tag))
         instructions = program.instructions(rank)
         nodes = zip(instructions, dependencies(program, rank), *columns, strict=True)
-        out = BytesIO()
-        serialize_length_prefixed(messages["GlobalMetadata"](version=VERSION), out)
+        messages = [_field(1, VERSION)]  # GlobalMetadata, then a Node each
         for index, (i, edges, *numbers) in enumerate(nodes):
             if edges is not None:
-                node = _node(messages, program.header, rank, index, i, edges, *numbers)
-                serialize_length_prefixed(node, out)
-        yield f".{rank}.et", out.getvalue()
+                messages.append(_node(program.header, rank, index, i, edges, *numbers))
+        yield f".{rank}.et", b"".join(_varint(len(message)) + message for message in messages)
     header = program.header
     groups = {group_name(header, group): list(ranks) for group, ranks in enumerate(header.groups)}
     groups.pop(ALL_RANKS, None)
@@ -152,9 +122,9 @@ def dependencies(program: Program, rank: int) -> Iterator[tuple[list[int], list[
 
 
 def _node(
-    messages: Mapping[str, Any], header: Header, rank: int, index: int, i: Instruction,
-    edges: tuple[list[int], list[int]], begin: int, length: int, size: int, tag: int,
-) -> Any:  # fmt: skip
+    header: Header, rank: int, index: int, i: Instruction, edges: tuple[list[int], list[int]],
+    begin: int, length: int, size: int, tag: int,
+) -> bytes:  # fmt: skip
     attributes: dict[str, bool | int | str] = {"is_cpu_op": False}
     kind = COMP_NODE
     if i.op in SENDERS:
@@ -169,36 +139,25 @@ def _node(
     elif i.op in (Op.ALLREDUCE, Op.NORM) and len(header.groups[i.group]) > 1:
         kind = COLLECTIVE_NODE
         attributes |= {"comm_type": ALL_REDUCE, "comm_size": size, "pg_name": group_name(header, i.group)}
-    node = messages["Node"](id=index, name=event_name(i), type=kind, start_time_micros=begin, duration_micros=length)
-    node.data_deps.extend(edges[0])
-    node.ctrl_deps.extend(edges[1])
+    # By number: id, name, type, ctrl_deps, data_deps, start_time_micros, duration_micros, attr. Zeros are left out.
+    deps = [b"".join(map(_varint, each)) for each in reversed(edges)]
+    fields = [(1, index), (2, event_name(i)), (3, kind), (4, deps[0]), (5, deps[1]), (6, begin), (7, length)]
+    own = [(number, value) for number, value in fields if value]
     for key, value in attributes.items():
-        wide = "int64_val" if key in _WIDE else "int32_val"
-        field = "bool_val" if isinstance(value, bool) else "string_val" if isinstance(value, str) else wide
-        node.attr.add(name=key, **{field: value})
-    return node
+        wide = 9 if key in _WIDE else 7  # int64_val, int32_val
+        number = 27 if isinstance(value, bool) else 29 if isinstance(value, str) else wide  # bool_val, string_val
+        own.append((10, _field(1, key) + _field(number, value)))
+    return b"".join(starmap(_field, own))
 
 
-def _messages() -> dict[str, Any]:
-    """Protobuf's classes for the messages of _SCHEMA, by name."""
-    try:
-        from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-    except ImportError:
-        raise UsageError("Chakra traces need protobuf: pip install protobuf") from None
-    file = descriptor_pb2.FileDescriptorProto(name="schedgen/chakra.proto", package="ChakraProtoMsg", syntax="proto3")
-    types = descriptor_pb2.FieldDescriptorProto
-    for message, fields in _SCHEMA.items():
-        message_type = file.message_type.add(name=message)
-        for name, number, kind, repeated in fields:
-            label = types.LABEL_REPEATED if repeated else types.LABEL_OPTIONAL
-            field = message_type.field.add(name=name, number=number, type=getattr(types, f"TYPE_{kind}"), label=label)
-            if kind == "MESSAGE":
-                field.type_name = ".ChakraProtoMsg.AttributeProto"
-            elif name.endswith("_val"):
-                field.oneof_index = 0
-        if message == "AttributeProto":
-            message_type.oneof_decl.add(name="value")
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    descriptors = {name: pool.FindMessageTypeByName(f"ChakraProtoMsg.{name}") for name in _SCHEMA}
-    return {name: message_factory.GetMessageClass(descriptor) for name, descriptor in descriptors.items()}
+def _field(number: int, value: int | str | bytes) -> bytes:
+    """A field of a message on the wire, as protobuf writes it: a number, or bytes behind their length."""
+    if isinstance(value, int):
+        return _varint(8 * number) + _varint(value)
+    data = value.encode() if isinstance(value, str) else value
+    return _varint(8 * number + 2) + _varint(len(data)) + data
+
+
+def _varint(number: int) -> bytes:
+    """A number in groups of 7 bits, the lowest first."""
+    return bytes([number]) if number < 128 else bytes([number & 127 | 128]) + _varint(number >> 7)
