@@ -18,7 +18,7 @@ from mpirun.engine.setup import RankPart
 from mpirun.model.build_stage import unused_names, weight_names
 from mpirun.model.contract import Model
 from mpirun.model.parallel_layers import Slice
-from mpirun.model.stage_shape import Place, Unit, pieces
+from mpirun.model.stage_shape import Unit, pieces
 from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
 
@@ -121,13 +121,16 @@ def _join_slices(part: RankPart, values: dict[str, Values]) -> None:
             own = {entry: tree_map_only(Tensor, _on_host, values.pop(entry)) for entry in names if entry in values}
             if (of_ranks := comm.gather(own, root=root)) is not None:
                 shares = {entry: share for of_rank in of_ranks for entry, share in of_rank.items()}
-                values[whole] = {
-                    key: dim.join([shares[entry][key] for entry in names])
-                    if isinstance(value, Tensor) and value.dim()
-                    else value
-                    for key, value in shares[names[0]].items()
-                }
+                values[whole] = _joined([shares[entry] for entry in names], dim.join)
             part.beat()
+
+
+def _joined(parts: Sequence[Values], join: Callable[[list[Tensor]], Tensor]) -> Values:
+    """The values of a parameter, from those of its parts in their order; numbers are those of the first."""
+    return {
+        key: join([part[key] for part in parts]) if isinstance(value, Tensor) and value.dim() else value
+        for key, value in parts[0].items()
+    }
 
 
 def _on_host(value: Tensor) -> Tensor:
@@ -160,7 +163,9 @@ def _written_values(part: RankPart, state: State) -> Iterator[tuple[int, list[Va
             for of_parameter, place in zip(_own_pieces(stage, len(shape.layout), state), shape.layout, strict=True):
                 of_ranks = comm.gather(of_parameter, root=root)
                 if of_ranks is not None:
-                    values.append(_assembled([piece for of_rank in of_ranks for piece in of_rank], place))
+                    fragments = sorted((piece for of_rank in of_ranks for piece in of_rank), key=lambda piece: piece[0])
+                    ordered = [values for _, values in fragments] or [{PARAMETER: torch.empty(0, dtype=place.dtype)}]
+                    values.append(_joined(ordered, lambda parts: torch.cat(parts).view(place.size)))
                 part.beat()
         elif stage is not None and root == comm.rank:
             kept = state((index, -1)) or [{} for _ in stage.names]
@@ -181,16 +186,3 @@ def _own_pieces(stage: LocalStage | None, parameters: int, state: State) -> list
             values = {PARAMETER: piece.of_shard(flat), **(of_pieces[number] if of_pieces else {})}
             own[piece.parameter].append((piece.begin, tree_map_only(Tensor, _on_host, values)))
     return own
-
-
-def _assembled(fragments: list[tuple[int, Values]], place: Place) -> Values:
-    """A parameter's values from those of its pieces, each with the element at which it begins."""
-    ordered = [values for _, values in sorted(fragments, key=lambda fragment: fragment[0])]
-    if not ordered:
-        return {PARAMETER: torch.zeros(place.size, dtype=place.dtype)}
-    return {
-        key: torch.cat([values[key] for values in ordered]).view(place.size)
-        if isinstance(value, Tensor) and value.dim()
-        else value
-        for key, value in ordered[0].items()
-    }

@@ -29,14 +29,9 @@ class Graph:
     def __init__(self, comm: MPI.Intracomm, options: GraphOptions) -> None:
         self.comm, self.options = comm, options
 
-    def position(self) -> str:
-        """Of no instruction."""
-        return ""
-
-    def execute(self) -> int:
-        """Write the file; returns the exit code. Collective."""
+    def execute(self) -> None:
+        """Write the file. Collective."""
         on_rank_0(self.comm, self._write)
-        return 0
 
     def _write(self) -> None:
         check_writable("--output", self.options.output)
@@ -55,16 +50,11 @@ class Machine:
         self.host = use_host(comm, options)
         together(comm, lambda: self.host.device.try_messages(comm))
 
-    def position(self) -> str:
-        """Of no instruction."""
-        return ""
-
-    def execute(self) -> int:
-        """Measure, and write the file on rank 0; returns the exit code. Collective."""
+    def execute(self) -> None:
+        """Measure, and write the file on rank 0. Collective."""
         machine = measure_machine(self.comm, self.host.device, self.host.crowded)
         text = json.dumps(machine, indent=1) + "\n"
         on_rank_0(self.comm, lambda: write_output("--output", self.output, text.encode()))
-        return 0
 
 
 class Profile(profile.Profile):
@@ -81,10 +71,9 @@ class Profile(profile.Profile):
         )
         super().__init__(comm, graph, prepare, ("--output", options.output))
 
-    def execute(self) -> int:
-        """Measure, and write the file on rank 0; returns the exit code. Collective."""
+    def execute(self) -> None:
+        """Measure, and write the file on rank 0. Collective."""
         self.write(self.steps)
-        return 0
 
 
 def _graph(options: ProfileOptions) -> ModelGraph:

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         command = _command(comm, arguments)
-        return command.execute()
+        return command.execute() or 0
     except Stop as stop:
         if comm.rank == stop.speaker:
             print(f"mpirun: {stop}", file=sys.stderr, flush=True)
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # an Engine has said why
         return end.code if isinstance(end.code, int) else 1
     except BaseException as error:
-        end_all_ranks(comm, "" if command is None else command.position(), error, "--traceback" in arguments)
+        position = getattr(command, "position", str)()  # of a command that executes instructions
+        end_all_ranks(comm, position, error, "--traceback" in arguments)
 
 
 def _command(comm: MPI.Intracomm, arguments: Sequence[str]) -> Any:

@@ -50,8 +50,7 @@ def weight_versions(program: Program, placed: PlacedScheme) -> Program:
     for (rank, stage), owned in updates.items():
         own = header.compute[F, stage] == rank
         newest[stage, own] = np.searchsorted(owned.steps, forward[stage, own])
-    used = {VERTICAL: _entered, TWO_BUFFERS: _delayed}.get(header.weight_versions.updates)
-    version, table = used(header, newest) if used else newest, program.rows  # only compute instructions so far
+    version, table = _used(header, newest), program.rows  # only compute instructions so far
     table = table._replace(operand=version[table.stage, table.mb].astype(np.int32))
     program = Program(header, table, program.time)
     last_uses = _last_uses(program, updates)
@@ -120,34 +119,25 @@ def _updates(header: Header, rank: int, stage: int, backward: Numbers, ended: Nu
     return Updates(sums, steps)
 
 
-def _entered(header: Header, newest: Numbers) -> Numbers:
-    """The versions used with vertical sync: at each stage the newest whose microbatches are all in the first stage's.
+def _used(header: Header, newest: Numbers) -> Numbers:
+    """The version that each forward uses, (S, B); `newest`: the newest version when it starts.
 
-    `newest`: the newest version when each forward starts, (S, B). If several stages read the input, the one
-    furthest behind counts.
+    With vertical sync, at each stage the newest whose microbatches are all in the first stage's; if several stages read
+    the input, the one furthest behind counts. With two buffers, at all stages that made by the update before the last.
     """
-    sizes = np.array(header.weight_versions.rounds)
-    first = [stage for stage, producers in enumerate(header.graph.producers) if not producers]
-    microbatches = (newest[first] * sizes[first, None]).min(axis=0)  # how many microbatches' updates all stages may use
-    entered: Numbers = np.minimum(microbatches // sizes[:, None], -(-header.microbatches // sizes)[:, None])
-    for s, b in np.argwhere(entered > newest)[:1].tolist():
-        raise UsageError(
-            f"--updates {header.weight_versions.updates}: microbatch {b} enters with version {entered[s, b]} but "
-            f"reaches stage {s} before the stage has made it: stages must update from the last to the first"
-        )
-    return entered
-
-
-def _delayed(header: Header, newest: Numbers) -> Numbers:
-    """The versions used with two buffers, (S, B): at all stages the version made by the update before the last.
-
-    `newest`: the newest version when each forward starts, (S, B).
-    """
-    versions = header.weight_versions
-    used: Numbers = np.broadcast_to(versions.delayed(np.arange(header.microbatches)), newest.shape)
+    versions, used = header.weight_versions, newest
+    if versions.updates == VERTICAL:
+        sizes = np.array(versions.rounds)
+        first = [stage for stage, producers in enumerate(header.graph.producers) if not producers]
+        microbatches = (newest[first] * sizes[first, None]).min(axis=0)  # whose updates all stages may use
+        used = np.minimum(microbatches // sizes[:, None], -(-header.microbatches // sizes)[:, None])
+    elif versions.updates == TWO_BUFFERS:
+        used = np.broadcast_to(versions.delayed(np.arange(header.microbatches)), newest.shape)
     for s, b in np.argwhere(used > newest)[:1].tolist():
-        raise UsageError(
-            f"--updates {versions.updates}: microbatch {b} reaches stage {s} before the stage has made version "
-            f"{used[s, b]}: more microbatches are in flight than the {versions.accumulated} of an update"
-        )
+        why = f"reaches stage {s} before the stage has made version {used[s, b]}: more microbatches are in flight than "
+        why += f"the {versions.accumulated} of an update"
+        if versions.updates == VERTICAL:
+            why = f"enters with version {used[s, b]} but reaches stage {s} before the stage has made it: stages must "
+            why += "update from the last to the first"
+        raise UsageError(f"--updates {versions.updates}: microbatch {b} {why}")
     return used
