@@ -11,8 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {
-    "schedgen": 18_305,
-    "schedgen/ir": 2_555,
+    "schedgen": 18_290,
+    "schedgen/ir": 2_540,
     "schedgen/compiler": 2_555,
     "schedgen/analysis": 710,
     "schedgen/checker": 1_115,
@@ -22,11 +22,11 @@ ROOMS = {
     "schedgen/report": 2_220,
     "schedgen/cli": 1_075,
     "schedgen/util": 705,
-    "mpirun": 16_810,
+    "mpirun": 16_800,
     "mpirun/engine/core": 1_845,
-    "mpirun/engine": 4_275,
+    "mpirun/engine": 4_270,
     "mpirun/model": 3_725,
-    "mpirun/training": 2_565,
+    "mpirun/training": 2_560,
     "mpirun/comm": 1_755,
     "mpirun/data": 840,
     "mpirun/checkpoint": 1_080,

@@ -255,7 +255,7 @@ def _local_stages(
             setup.device,
             slots.weights(index),
             setup.autocast_dtype,
-            header.shards_of(index),
+            header.weight_shards.of(index),
             owned_shards.get(index, []),
             stages.values(),
             is_given=any(isinstance(layer, nn.Module) for layer in made),  # not by a function, nor on the meta device

@@ -141,8 +141,9 @@ class Job:
         self.rng.begin = begin
         odd = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]
         why = check.why or (f"the batch has a {odd[0]}, which is no tensor" if odd else None)
-        before = graphs.seen.setdefault((id(self.rng), i.op, str(form)), check.operations)
-        if why is None and before != check.operations:
+        operations = check.digest.digest()
+        before = graphs.seen.setdefault((id(self.rng), i.op, str(form)), operations)
+        if why is None and before != operations:
             why = "its operations change from one time to the next"
         if why is not None:
             graphs.refused.setdefault(i.stage, f"{self.name}: {why}")
@@ -219,7 +220,7 @@ class CaptureCheck(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.why: str | None = None  # why the job cannot be captured; None: no reason found
-        self.digest = hashlib.sha256()
+        self.digest = hashlib.sha256()  # of the operations, with their tensors' shapes and types and other arguments
         self.made: WeakSet[UntypedStorage] | None = None  # memory that may move between runs; None: not tracked
         if given is not None:
             self.made = WeakSet(x.untyped_storage() for x in given)
@@ -227,11 +228,6 @@ class CaptureCheck(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # compiled modules stay compiled under this mode
-
-    @property
-    def operations(self) -> bytes:
-        """A digest of the operations, of their tensors' shapes and types, and of their other arguments."""
-        return self.digest.digest()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and record it."""

@@ -51,7 +51,7 @@ class MemorySlots:
             for (_, stage, _), keys in self.row_keys.items():
                 rows[stage] = max(rows[stage], len(keys))
             for stage in range(self.header.stages):  # rows of several shards may lie together
-                own = (self.keys(self.rank, stage, shard) for shard in self.header.parts_of(stage))
+                own = (self.keys(self.rank, stage, shard) for shard in self.header.gradient_units.of(stage))
                 rows[stage] = max(rows[stage], len({key for keys in own for key in keys}))
         weight = np.array([shape.weight_bytes for shape in shapes], np.int64)
         activation = np.array([dataflow.activation_bytes(s) for s in range(len(shapes))], np.int64)
@@ -106,7 +106,7 @@ class MemorySlots:
     def gradient(self, stage: LocalStage) -> tuple[list[int], Tensor]:
         """The keys of the rows of dw.s, ascending, and flat memory for them. Shards with separate rows add no keys."""
         separate: Sequence[int] = tuple(stage.owned) if stage.owns_separate_shards else ()
-        shards = [shard for shard in self.header.parts_of(stage.index) if shard not in separate]
+        shards = [shard for shard in self.header.gradient_units.of(stage.index) if shard not in separate]
         keys = sorted({key for shard in shards for key in self.keys(self.rank, stage.index, shard)}) or [-1]
         size = len(keys) * stage.size
         if stage.index not in self.foreign_dw:

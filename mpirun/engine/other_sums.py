@@ -38,9 +38,9 @@ class SliceSums:
         header, transport = context.header, context.transport
         if i.kind == Kind.G:
             consumer = header.graph.consumers[i.stage][0] if i.consumer < 0 else i.consumer
-            direction, slices = B, header.slices_of(consumer)
+            direction, slices = B, header.tensor_parallel.slices_of(consumer)
         else:
-            direction, slices = F, header.slices_of(i.stage)
+            direction, slices = F, header.tensor_parallel.slices_of(i.stage)
         ranks = tuple(header.compute[direction, list(slices), i.mb].tolist())
         spec = context.dataflow.bundle(i.kind, i.stage, i.consumer).spec
         key = ranks, spec.bytes, spec.dtype

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from mpi4py import MPI
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mpirun.comm.fail_together import Stop, on_rank_0
@@ -144,14 +144,10 @@ class Evaluator:
     def __init__(self, session: Session, example: Microbatch, set_up: Callable[..., Setup]) -> None:
         comm = session.comm
         program = on_rank_0(comm, lambda: _forwards(session))
-
-        def in_eval(_: int, module: nn.Module) -> None:
-            module.eval()
-
         forwards = share_program(comm, program).program
         self.batches = StepBatches(example, session.header.microbatches)
         model = session.setup.unsliced_model
-        self.setup = set_up(forwards.header, model, self.batches, prepare=in_eval)
+        self.setup = set_up(forwards.header, model, self.batches, prepare=lambda _, module: module.eval())
         self.list = ForwardList(comm, forwards, self.setup, session.interpreter.context)
 
     def run(self, step: int, batch: Batch, outcome: Outcome) -> None:

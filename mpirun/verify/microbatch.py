@@ -143,7 +143,7 @@ def forward(setup: Setup, header: Header, stages: Sequence[ReferenceStage], step
         made = {Value(stage, index): x for index, x in enumerate(tensors)}
         outputs |= made
         read |= made
-        summed = [Value(slice, 0) for slice in header.summed_stages(stage)]
+        summed = [Value(slice, 0) for slice in header.tensor_parallel.summed_stages(stage)]
         if len(summed) > 1 and stage == summed[-1].stage:
             read |= dict.fromkeys(summed, sum_in_order([outputs[value] for value in summed]))
     return ForwardPass(batch, outputs, leaves)
@@ -197,14 +197,14 @@ def _backward(header: Header, done: ForwardPass, gradients: Mapping[Value, Tenso
         if gradient is not None:
             summands[value].append(gradient)
     for first in reversed(header.first_slices):
-        slices = header.slices_of(first)
+        slices = header.tensor_parallel.slices_of(first)
         for stage in slices:
             _backward_of_stage(stage, done.outputs, summands)
         of_slices = [
             {value: gradient_of(leaf) for value, leaf in done.leaves[stage].items() if leaf.is_floating_point()}
             for stage in slices
         ]
-        if len(header.summed_stages(first)) > 1:
+        if len(header.tensor_parallel.summed_stages(first)) > 1:
             sums = [sum_in_order(parts) for parts in zip(*(of_slice.values() for of_slice in of_slices), strict=True)]
             of_slices = [dict(zip(of_slice, sums, strict=True)) for of_slice in of_slices]
         for of_slice in of_slices:

@@ -87,7 +87,7 @@ def rule_11(proof: Proof) -> None:
     """Refuse slices of a replicated stage whose gradients are not added up alike; needs rules 1 to 7 proved."""
     if found := drifting(proof.program):
         stage, rank = found
-        first = proof.header.slices_of(stage)[0]
+        first = proof.header.tensor_parallel.slices_of(stage)[0]
         words = f"dw.{stage} is not added up in the order and grouping of dw.{first}, of which it is a copy"
         proof.refuse_rank(11, rank, words)
 

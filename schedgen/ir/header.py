@@ -97,14 +97,6 @@ class Header:
         """Whether a stage is the first slice of the model's, or the whole of it."""
         return stage in self.first_slices
 
-    def slices_of(self, stage: int) -> range:
-        """All slices of the model's stage that `stage` belongs to; `stage` alone if stages have no slices."""
-        return self.tensor_parallel.slices_of(stage)
-
-    def summed_stages(self, stage: int) -> range:
-        """The stages whose jobs add up to x.s and to the gradients of s's inputs: all slices if s is split, else s."""
-        return self.tensor_parallel.summed_stages(stage)
-
     @cached_property
     def model_graph(self) -> StageGraph:
         """The stage graph of the model."""
@@ -125,7 +117,7 @@ class Header:
     def ties_slices(self, tie: int) -> bool:
         """Whether a tie joins the slices of one stage, which share the parameters that are not cut."""
         stages = self.tied[tie]
-        return bool(self.tensor_parallel) and stages == tuple(self.slices_of(stages[0]))
+        return bool(self.tensor_parallel) and stages == tuple(self.tensor_parallel.slices_of(stages[0]))
 
     @cached_property
     def owners(self) -> tuple[tuple[int, ...], ...]:
@@ -181,14 +173,6 @@ class Header:
     def is_sharded(self, stage: int) -> bool:
         """Whether the weights of a stage are divided into shards."""
         return bool(self.weight_shards.counts[stage] > 1)
-
-    def shards_of(self, stage: int) -> tuple[int, ...]:
-        """The `shard` operands of w.stage: (-1,) where the weights of a stage are not divided."""
-        return self.weight_shards.of(stage)
-
-    def parts_of(self, stage: int) -> tuple[int, ...]:
-        """The `shard` operands of dw.stage: (-1,) where its gradient is not divided."""
-        return self.gradient_units.of(stage)
 
     def first_owner(self, stage: int, shard: int = 0) -> int:
         """The first owner of a shard of a stage's weights, or of all of them where they are not divided."""

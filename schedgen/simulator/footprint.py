@@ -140,7 +140,7 @@ def _summed_parts(header: Header, outputs: Numbers) -> set[tuple[int, tuple[int,
     for stage, size in zip(consumer.tolist(), by_edge.tolist(), strict=True):
         gradients.setdefault(stage, []).append(size)
     for stage in range(header.stages):
-        slices = header.summed_stages(stage)
+        slices = header.tensor_parallel.summed_stages(stage)
         if len(slices) == 1:
             continue
         given = (F, [int(outputs[stage])]), (B, gradients.get(stage, []))

@@ -109,10 +109,12 @@ class ReferenceMachine:
     def check_copies(self) -> None:
         """Check that all owners of all slices of a stage that is not sliced stepped with the same bits."""
         for first in self.header.first_slices:
-            if len(self.header.summed_stages(first)) > 1:
+            if len(self.header.tensor_parallel.summed_stages(first)) > 1:
                 continue
-            for part in self.header.parts_of(first):
-                copies = {buffer_name(Kind.DW, stage, piece=part) for stage in self.header.slices_of(first)}
+            for part in self.header.gradient_units.of(first):
+                copies = {
+                    buffer_name(Kind.DW, stage, piece=part) for stage in self.header.tensor_parallel.slices_of(first)
+                }
                 given = {rank.gradients[name].shape() for rank in self.ranks for name in copies & rank.gradients.keys()}
                 if len(given) > 1:
                     raise CannotExecute(f"the gradients of {', '.join(sorted(copies))} are not added up alike")
@@ -124,7 +126,7 @@ class ReferenceMachine:
         d = {Op.FWD: F, Op.BWD_W: W}.get(Op(i.op), B)
         here = d < len(self.header.compute) and self.header.compute[d, i.stage, i.mb] == rank.rank
         rank.need(bool(here), "this job is none of this rank")
-        for shard in self.header.shards_of(i.stage):
+        for shard in self.header.weight_shards.of(i.stage):
             rank.read(rank.weights(i.stage, shard, i.version))
         rank.need(self.uses.setdefault((i.stage, i.mb), i.version) == i.version, "its other jobs use another version")
 
@@ -142,7 +144,7 @@ class ReferenceMachine:
 
     def result(self, stage: int) -> Value:
         """The value that a job of this stage computes: the index of its slice's term in a sum, or WHOLE."""
-        summed = self.header.summed_stages(stage)
+        summed = self.header.tensor_parallel.summed_stages(stage)
         return summed.index(stage) if len(summed) > 1 else WHOLE
 
     # One method for every opcode; s and b are the stage and the microbatch of the instruction.
@@ -201,7 +203,7 @@ class ReferenceMachine:
         if i.op == Op.BWD_I:
             rank.define(half, WHOLE)
             return
-        for shard in self.header.parts_of(i.stage):
+        for shard in self.header.gradient_units.of(i.stage):
             rank.add(buffer_name(Kind.DW, i.stage, piece=shard), i.mb)
         rank.end(saved)
         if i.op == Op.BWD_W:
@@ -245,7 +247,7 @@ class ReferenceMachine:
 
     def sum_terms(self, rank: Rank, entered: list[tuple[Rank, Instruction]]) -> None:
         """ALLREDUCE of x or g: each slice's term is replaced by the sum of all terms."""
-        slices = self.header.slices_of(entered[0][1].stage)
+        slices = self.header.tensor_parallel.slices_of(entered[0][1].stage)
         terms = [member.read(i.buffer, term=True) for member, i in entered]
         numbers = [slices.index(i.stage) for _, i in entered]
         rank.need(terms == numbers and len(set(terms)) == len(slices), "not all terms once")
@@ -299,7 +301,7 @@ class ReferenceMachine:
 
     def gradient_names(self, stage: int, shard: int) -> list[str]:
         """The names of the gradient of these weights: dw.s/k for every part, if it is cut where they are not."""
-        parts = (shard,) if shard >= 0 else self.header.parts_of(stage)
+        parts = (shard,) if shard >= 0 else self.header.gradient_units.of(stage)
         return [buffer_name(Kind.DW, stage, piece=part) for part in parts]
 
     def step_version(self, rank: Rank, i: Instruction, gradient: str) -> None:

@@ -68,7 +68,7 @@ def lives(program, rank):
         if i.op == Op.BWD_I:
             starts.append(("half", s, b))
         if i.op in (Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE) and i.kind not in (Kind.X, Kind.G):
-            sums = [(Kind.DW, s, -1, k) for k in ((i.piece,) if i.kind == Kind.DW else header.parts_of(s))]
+            sums = [(Kind.DW, s, -1, k) for k in ((i.piece,) if i.kind == Kind.DW else header.gradient_units.of(s))]
             if i.kind == Kind.T:
                 sums = [(Kind.DW, t, -1, -1) for t in header.tied[s] if rank in header.owners[t]]
             starts += [one for one in sums if one not in begun]
@@ -101,7 +101,11 @@ def lives(program, rank):
 
 def part_of(amount, header, stage, piece):
     """The bytes of part `piece` of a stage's `amount` bytes; -1: of all."""
-    return int(np.diff(shard_offsets(int(amount), len(header.parts_of(stage))))[piece]) if piece >= 0 else int(amount)
+    return (
+        int(np.diff(shard_offsets(int(amount), len(header.gradient_units.of(stage))))[piece])
+        if piece >= 0
+        else int(amount)
+    )
 
 
 def size(life, bytes, header):

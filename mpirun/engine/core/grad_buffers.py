@@ -164,7 +164,7 @@ class GradBuffers:
             return self.of_stage(unit[0])
         if unit not in self.by_shard:
             keys = self.slots.keys(self.rank, *unit) or [-1]
-            span = shard_spans(stage.size, self.header.parts_of(unit[0]))[shard]
+            span = shard_spans(stage.size, self.header.gradient_units.of(unit[0]))[shard]
             if stage.owns_separate_shards and shard in stage.owned:
                 rows = stage.owned[shard].new_zeros((len(keys), len(stage.owned[shard])))
                 self.by_shard[unit] = GradBuffer(stage, keys, list(rows), span.start)
@@ -225,7 +225,7 @@ def _first_additions(instructions: Sequence[Instruction], header: Header) -> lis
     additions = []
     for row, i in enumerate(instructions):
         if i.op in adding and i.kind not in (Kind.T, *EXCHANGED):
-            shards = (i.shard,) if i.kind == Kind.DW else header.parts_of(i.stage)
+            shards = (i.shard,) if i.kind == Kind.DW else header.gradient_units.of(i.stage)
             new = [(i.stage, shard) for shard in shards if (i.stage, shard) not in begun]
             begun.update(new)
             additions += [(row, unit) for unit in new]

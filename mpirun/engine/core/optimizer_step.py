@@ -61,7 +61,7 @@ class OptimizerStep:
         owned = context.grad_buffers.owned()
         row_sums = context.grad_buffers.claim_row_sums(owned)
         totals = {unit: buffer.total for unit, buffer in owned.items()}
-        parts = [(stage, part) for stage, _ in owned for part in context.header.parts_of(stage)]
+        parts = [(stage, part) for stage, _ in owned for part in context.header.gradient_units.of(stage)]
         sent = [context.buffers.get(Kind.DW, stage, piece=part) for stage, part in parts]  # to other owners
         stages = {unit: context.stages[unit[0]] for unit in owned}
         contributors = [

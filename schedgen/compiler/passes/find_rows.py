@@ -24,7 +24,7 @@ def defining_rows(program: Program, kind: Kind, job: Numbers, stage: Ints, mb: I
         return (stage.astype(np.int64) * header.microbatches + mb) * (header.stages + 1) + consumer + 1
 
     keys = key(table.stage[sums], table.mb[sums], table.consumer[sums])
-    T = len(header.slices_of(int(table.stage[sums[0]])))
+    T = len(header.tensor_parallel.slices_of(int(table.stage[sums[0]])))
     last_member = sums.reshape(-1, T)[:, -1:].repeat(T, axis=1).ravel()
     order = np.argsort(keys)
     wanted = key(stage, mb, consumer)

@@ -35,8 +35,8 @@ def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
     last_adds: list[int] = []  # owners' last ADDs, still to be moved behind the owner's next job
     sums: list[tuple[int, int, slice]] = []  # by ALLREDUCE: index, row that completes owners' own sums, last ADDs
     for stage, owners in enumerate(header.owners):
-        first_add, own_shards, own_ends = len(last_adds), header.parts_of(stage), ends[stage].tolist()
-        fan_out = placed.options.fan_out * len(header.shards_of(stage))
+        first_add, own_shards, own_ends = len(last_adds), header.gradient_units.of(stage), ends[stage].tolist()
+        fan_out = placed.options.fan_out * len(header.weight_shards.of(stage))
         computing = np.flatnonzero(ends[stage] >= 0).tolist()
         for shard in own_shards:
             senders: dict[int, list[int]] = {owner: [] for owner in units.holders(stage, shard)}

@@ -137,7 +137,7 @@ def size_text(scene: Scene) -> str:
     header = scene.program.header
     replicas = header.scheme.get("replicas")
     groups = f" in {replicas} replicas" if isinstance(replicas, int) else ""
-    degree = len(header.slices_of(0))
+    degree = len(header.tensor_parallel.slices_of(0))
     slices = f" ({header.model_stages} in {degree} slices each)" if degree > 1 else ""
     counts = (header.workers, "worker"), (header.stages, "stage"), (header.microbatches, "microbatch")
     workers, stages, microbatches = (number_of(count, one) for count, one in counts)

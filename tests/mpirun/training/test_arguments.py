@@ -56,10 +56,10 @@ for scheme, options, scheme_of_file in (
     with engine(layers(2), scheme, **{"microbatches": None, "example": (x[:1], x[:1]), **options}) as run:
         assert math.isclose(run.step((x, x)).loss, expected, rel_tol=1e-5)
         header = run.session.header
-        found = {**header.scheme, "shards": [len(header.shards_of(s)) for s in range(2)]}
+        found = {**header.scheme, "shards": [len(header.weight_shards.of(s)) for s in range(2)]}
         assert all(found[name] == value for name, value in scheme_of_file.items()), found
 with engine(nn.Linear(4, 4), "fsdp", microbatches=None) as run:
     run.step((x, x))
-    assert len(run.session.header.shards_of(0)) == 4
+    assert len(run.session.header.weight_shards.of(0)) == 4
 """
     execute(4, script)
