@@ -46,13 +46,7 @@ from mpirun.training.arguments import (
     make_recipe,
     options_to_compare,
 )
-from mpirun.training.batches import (
-    LossWeight,
-    Shapes,
-    check_loss_weight,
-    read_by,
-    whole_batch,
-)
+from mpirun.training.batches import LossWeight, Shapes, check_loss_weight, read_by, whole_batch
 from mpirun.training.built_run import BuiltRun
 from mpirun.training.evaluation import Evaluation, evaluate, predict
 from mpirun.training.open_run import collective

@@ -196,9 +196,7 @@ def evaluate(session: Session, batches: Iterable[tuple[Evaluator, Batch]], weigh
 
 
 def predict(
-    session: Session,
-    batches: Iterable[tuple[Evaluator, Batch]],
-    each: Callable[[int, Any], None] | None,
+    session: Session, batches: Iterable[tuple[Evaluator, Batch]], each: Callable[[int, Any], None] | None
 ) -> Any:
     """The outputs of all samples in their order, nested like one output, on rank 0; None elsewhere.
 

@@ -150,12 +150,7 @@ def forward(setup: Setup, header: Header, stages: Sequence[ReferenceStage], step
 
 
 def forward_backward(
-    setup: Setup,
-    header: Header,
-    stages: Sequence[ReferenceStage],
-    step: int,
-    number: int,
-    divisor: float | None = None,
+    setup: Setup, header: Header, stages: Sequence[ReferenceStage], step: int, number: int, divisor: float | None = None
 ) -> float:
     """Run microbatch `number` of a step forward and backward; return its loss. Gradients are added to the parameters'.
 

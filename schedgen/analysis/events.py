@@ -93,10 +93,7 @@ def events(
     def follow(before: Ints, ahead: AnyInts, after: Ints, behind: AnyInts, keeps: bool = False) -> Follows:
         return Follows(before[ahead], after[behind], ahead, behind, keeps)
 
-    parts = [
-        follow(issued, operation, begin, operation),
-        follow(end, lifetimes.received, row, lifetimes.users),
-    ]
+    parts = [follow(issued, operation, begin, operation), follow(end, lifetimes.received, row, lifetimes.users)]
     if begin is not end:
         message = program.rows_of(*MESSAGES)
         parts += [follow(begin, message, event, message), follow(event, message, end, message)]

@@ -20,7 +20,7 @@ import numpy as np
 from schedgen.compiler.lower import Dump, lower
 from schedgen.compiler.options import Options, check_options
 from schedgen.compiler.order import order
-from schedgen.compiler.place import PlacedScheme, place
+from schedgen.compiler.place import MARKS, PlacedScheme, place
 from schedgen.compiler.refine import refine
 from schedgen.ir.header import owners_of
 from schedgen.ir.instructions import Op
@@ -55,7 +55,7 @@ _SIZES = ("name", "workers", "stages", "microbatches")
 def forwards(placed: PlacedScheme) -> PlacedScheme:
     """A refined scheme reduced to its forwards, in its order: no caps, delayed sends, recomputes, ties or updates."""
     owned_by_forwards = owners_of(placed.weights[:1]) == owners_of(placed.weights)
-    nowhere = np.zeros(placed.compute.shape[1:], bool)
+    nowhere: dict[str, Any] = dict.fromkeys(MARKS, np.zeros(placed.compute.shape[1:], bool))
     return replace(
         placed,
         scheme=placed.scheme._replace(updates=FLUSH),
@@ -64,11 +64,8 @@ def forwards(placed: PlacedScheme) -> PlacedScheme:
         compute=placed.compute[:1],
         n=placed.n[:1],
         caps=None,
-        unsplit_backward=nowhere,
-        delayed_send=nowhere,
-        recompute=nowhere,
-        offload=nowhere,
         tied=(),
+        **nowhere,
     )
 
 
@@ -89,7 +86,7 @@ def _placed(program: Program) -> PlacedScheme:
     header = program.header
     parameters = {key: value for key, value in header.scheme.items() if key not in _SIZES}
     numbers: dict[str, Any] = {key: header.lowering[key] for key in ("weight_slots", "fan_out", "prefetch")}
-    nowhere = np.zeros(header.compute.shape[1:], bool)
+    nowhere: dict[str, Any] = dict.fromkeys(MARKS, np.zeros(header.compute.shape[1:], bool))
     name, w, n = header.scheme["name"], no_order, no_order  # never called: the scheme is placed
     return PlacedScheme(
         scheme=Scheme(name, header.workers, w, n, header.n, "strict", parameters=parameters),
@@ -101,9 +98,6 @@ def _placed(program: Program) -> PlacedScheme:
         n=program.job_rows(Op.FWD)[None],
         graph=header.graph,
         shard_owners=header.shard_owners,
-        unsplit_backward=nowhere,
-        delayed_send=nowhere,
-        recompute=nowhere,
-        offload=nowhere,
         tensor_parallel=header.tensor_parallel,
+        **nowhere,
     )

@@ -23,6 +23,8 @@ from schedgen.schemes.scheme import Scheme, Sizes, fourth_argument
 from schedgen.util.arrays import Flags, Ints, Numbers
 from schedgen.util.errors import UsageError, raised
 
+MARKS = ("unsplit_backward", "delayed_send", "recompute", "offload")  # the fields of a PlacedScheme that mark forwards
+
 
 @dataclass(frozen=True, eq=False)
 class PlacedScheme:
@@ -88,12 +90,9 @@ def place(scheme: Scheme, sizes: Sizes, options: Options) -> PlacedScheme:
         scheme=scheme,
         options=options,
         cost=own_costs(options.cost, 1 if options.forward else directions),
-        workers=placement.workers,
-        weights=placement.weights,
-        compute=placement.compute,
+        **placement._asdict(),
         n=priorities(scheme, stages, batches, directions),
         graph=StageGraph(stages, edges, scheme.per_consumer),
-        shard_owners=placement.shard_owners,
         caps=limits,
         unsplit_backward=evaluate_marks("unsplit_backward", scheme.unsplit_backward, stages, batches),
         delayed_send=evaluate_marks("delayed_send", scheme.delayed_send, stages, batches),

@@ -181,11 +181,7 @@ _Tries = Iterator[tuple[str, Recipe | str]]  # a change, and the recipe with it 
 
 
 def _own_changes(
-    program: Program,
-    machine: Machine,
-    parts: Sequence[Sequence[Part]],
-    rank: int,
-    times: Mapping[str, Amount] | None,
+    program: Program, machine: Machine, parts: Sequence[Sequence[Part]], rank: int, times: Mapping[str, Amount] | None
 ) -> _Tries:
     """The scheme with other options; `rank`: the one that needs most; `times`: as for `recipe_of`."""
     try:

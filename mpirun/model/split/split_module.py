@@ -163,11 +163,7 @@ def _trace(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def _starts(
-    dependencies: Dependencies,
-    module: nn.Module,
-    stages: int | None,
-    points: Collection[str],
-    found: Collection[str],
+    dependencies: Dependencies, module: nn.Module, stages: int | None, points: Collection[str], found: Collection[str]
 ) -> list[fx.Node]:
     """The nodes that begin stages; `found`: their names in another bucket's graph, where their costs chose them."""
     marked, named = starts_at_pipe_splits(dependencies), starts_at_modules(dependencies, module, points)

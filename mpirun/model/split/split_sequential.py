@@ -18,11 +18,7 @@ from mpirun.model.split.split_result import Cut
 from schedgen.util.errors import UsageError
 
 
-def split_sequential(
-    module: nn.Sequential,
-    stages: int | Sequence[str | int],
-    init: Init | None = None,
-) -> Cut:
+def split_sequential(module: nn.Sequential, stages: int | Sequence[str | int], init: Init | None = None) -> Cut:
     """The children of `module` as stages, in a chain.
 
     `stages`: how many, then they have children as equal in number as possible; or the names (or indices) of the

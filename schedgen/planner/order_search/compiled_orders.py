@@ -48,9 +48,7 @@ def compile_order(question: Question, n: Numbers, ways: Ways | None = None) -> P
     ways  (S, B): what becomes of what each forward saves; None: all is kept
     """
     scheme = as_placement(question.scheme, len(n) == 3)._replace(
-        n=lambda s, b, d: n[d, s, b],
-        order=f"search {question.limits.objective}",
-        mode="strict",
+        n=lambda s, b, d: n[d, s, b], order=f"search {question.limits.objective}", mode="strict"
     )
     ways = np.zeros(n.shape[1:], np.int8) if ways is None else ways
     redone, away = ([(s, b) for s, b in np.argwhere(ways == way).tolist()] for way in (Way.REDO, Way.AWAY))
