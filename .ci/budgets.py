@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {
-    "schedgen": 18_270,
+    "schedgen": 18_240,
     "schedgen/ir": 2_540,
     "schedgen/compiler": 2_550,
     "schedgen/analysis": 710,
@@ -19,7 +19,7 @@ ROOMS = {
     "schedgen/simulator": 2_420,
     "schedgen/schemes": 1_625,
     "schedgen/planner": 3_210,
-    "schedgen/report": 2_220,
+    "schedgen/report": 2_185,
     "schedgen/cli": 1_075,
     "schedgen/util": 705,
     "mpirun": 16_780,

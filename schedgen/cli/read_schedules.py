@@ -242,8 +242,10 @@ def run_draw(options: DrawOptions) -> int:
         with open_output(options.output) as out:
             out.write(page(scenes, by, options.transfers))
     else:
-        from schedgen.report.draw.figure import figure
-
+        try:
+            from schedgen.report.draw.figure import figure
+        except ImportError:
+            raise UsageError("SVG and PNG need matplotlib: pip install 'schedgen[draw]'") from None
         with open_output(options.output) as out:
             figure(scenes, out, form[1:], by, tuple(TRANSFER_COLOURS) if options.transfers else ())
     return 0

@@ -5,12 +5,15 @@ Large schedules are drawn as pixels inside the SVG. The same scenes give the sam
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO
+from collections.abc import Collection, Sequence
+from typing import Any, BinaryIO
 
+import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.legend_handler import HandlerTuple
+from matplotlib.patches import Patch
 
 from schedgen.ir.instructions import Kind, Op
 from schedgen.report.draw import figure_axes
@@ -18,10 +21,6 @@ from schedgen.report.draw.colours import HELD, INK, LOOKS, PAPER, SHARE_COLOURS,
 from schedgen.report.draw.figure_axes import FONT, HATCH_OPACITY, HATCHES, LABEL, LARGE, SMALL, text_width
 from schedgen.report.draw.scene import Scene, colour_count, heading, key_figures
 from schedgen.simulator.timeline import SHARES
-from schedgen.util.errors import UsageError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # Inches.
 NARROWEST, WIDEST, TALLEST = 9.0, 14.0, 100.0  # of the picture
@@ -33,6 +32,22 @@ COLUMNS = 6  # entries of a line
 MOST_SWATCHES = 24  # colours of microbatches or stages that are shown
 DPI = 200
 
+# Of matplotlib.
+SETTINGS: Any = {
+    "svg.hashsalt": "schedgen",
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.sans-serif": [FONT],
+    "text.parse_math": False,
+    "font.size": SMALL,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "hatch.linewidth": 0.8,
+    "axes.linewidth": 0.5,
+}
+
 Entries = list[tuple[Any, str]]  # matplotlib's handle and the text
 
 
@@ -41,7 +56,8 @@ def figure(scenes: Sequence[Scene], out: BinaryIO, form: str, by: str, transfers
 
     `transfers`: kinds of messages to draw.
     """
-    with _style() as figure_type:
+    with matplotlib.rc_context(SETTINGS), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a file's name may have letters that the font lacks
         span = max(scene.makespan for scene in scenes)
         heights = [figure_axes.rows(scene) for scene in scenes]  # links have names
         rows = [
@@ -62,7 +78,7 @@ def figure(scenes: Sequence[Scene], out: BinaryIO, form: str, by: str, transfers
         legends = [LINE * -(-len(entries) // COLUMNS) for entries in (above, below)]  # inches
         top, bottom = 0.45 + legends[0], 0.39 + legends[1]
         total = sum(heights) + top + bottom + BETWEEN * (len(scenes) - 1)
-        drawing = figure_type(figsize=(width, total))
+        drawing = Figure(figsize=(width, total))
         y = total - top
         for scene, height, texts in zip(scenes, heights, labels, strict=True):
             bottom_edge, relative_height = (y - height) / total, height / total
@@ -81,33 +97,6 @@ def figure(scenes: Sequence[Scene], out: BinaryIO, form: str, by: str, transfers
         # Without the date or anything else that changes from run to run.
         metadata = {"Date": None, "Creator": None} if form == "svg" else {"Software": None}
         drawing.savefig(out, format=form, dpi=DPI, metadata=metadata, facecolor=PAPER)
-
-
-@contextlib.contextmanager
-def _style() -> Iterator[type[Figure]]:
-    """A context with these settings that yields matplotlib's `Figure`; UsageError if it is not installed."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise UsageError("SVG and PNG need matplotlib: pip install 'schedgen[draw]'") from None
-    settings: Any = {
-        "svg.hashsalt": "schedgen",
-        "svg.fonttype": "none",
-        "font.family": "sans-serif",
-        "font.sans-serif": [FONT],
-        "text.parse_math": False,
-        "font.size": SMALL,
-        "text.color": INK,
-        "axes.labelcolor": INK,
-        "xtick.labelcolor": INK,
-        "ytick.labelcolor": INK,
-        "hatch.linewidth": 0.8,
-        "axes.linewidth": 0.5,
-    }
-    with matplotlib.rc_context(settings), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a file's name may have letters that the font lacks
-        yield Figure
 
 
 def _legends(scenes: Sequence[Scene], by: str, transfers: Collection[str], labels: bool) -> tuple[Entries, Entries]:
@@ -135,14 +124,10 @@ def _legends(scenes: Sequence[Scene], by: str, transfers: Collection[str], label
 
 
 def _swatch(paint: str, hatch: str = "") -> Any:
-    from matplotlib.patches import Patch
-
     return Patch(facecolor=paint, edgecolor=(INK, HATCH_OPACITY), hatch=HATCHES[hatch], linewidth=0)
 
 
 def _draw_legend(drawing: Figure, entries: Entries, x: float, y: float) -> None:
-    from matplotlib.legend_handler import HandlerTuple
-
     width, height = drawing.get_size_inches()
     drawing.legend(
         *zip(*entries, strict=True), loc="upper left", bbox_to_anchor=(x / width, y / height), ncols=COLUMNS,

@@ -8,42 +8,36 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.colors import to_rgba_array
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
 from numpy.typing import NDArray
 
 from schedgen.ir.instructions import KIND_NAME, Kind, Op
 from schedgen.report.draw.colours import HELD, INK, LOOKS, PAPER, SHARE_COLOURS, TRACK, TRANSFER_COLOURS, colours
 from schedgen.report.draw.scene import Scene, format_time
 
-if TYPE_CHECKING:
-    pass
-
 FONT = "DejaVu Sans"
 LABEL, SMALL, LARGE = 6.5, 7.0, 9.0  # points: labels of bars, other text, headings
 HATCHES = {"": "", "/": "/////", "\\": "\\\\\\\\\\", ".": "....."}  # Look.hatch -> matplotlib's, as dense as used here
 HATCH_OPACITY = 0.35
-
-
-@cache
-def text_width(text: str, size: float) -> float:
-    """The width in points of a text of `size` points."""
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import TextPath
-
-    outline = TextPath((0, 0), text, size=size, prop=FontProperties(family=FONT), usetex=False)
-    return float(outline.get_extents().width)
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 MOST_VECTORS = 6000  # bars; more of them are drawn as pixels
 TOP, BAR, STRIP = 0.06, 0.62, 0.22  # of a row's height: space above the bars, bars, memory held
 LINK = 0.5  # a link's row, of a worker's
 
 Label = tuple[int, str]  # number of a bar, text
+
+
+@cache
+def text_width(text: str, size: float) -> float:
+    """The width in points of a text of `size` points."""
+    outline = TextPath((0, 0), text, size=size, prop=FontProperties(family=FONT), usetex=False)
+    return float(outline.get_extents().width)
 
 
 def rows(scene: Scene) -> float:
@@ -69,9 +63,6 @@ def fitting_labels(scene: Scene, row: float, wide: float) -> list[Label]:
 
 def draw_rows(axes: Axes, scene: Scene, by: str, count: int, span: float, wide: float, labels: Sequence[Label]) -> None:
     """Draw bars, waits and memory on an axis of `span` time, in the colours of `count` microbatches or stages."""
-    from matplotlib.collections import PolyCollection
-    from matplotlib.colors import to_rgba_array
-
     workers, bars = scene.program.header.workers, scene.bars
     axes.set_xlim(0, span)
     axes.set_ylim(rows(scene), 0)
@@ -92,9 +83,6 @@ def draw_rows(axes: Axes, scene: Scene, by: str, count: int, span: float, wide: 
 
 def _draw_bars(axes: Axes, scene: Scene, look: int, by: str, count: int, wide: float, pixels: bool) -> None:
     """Draw the bars of one look; narrow ones have neither edges nor hatches."""
-    from matplotlib.collections import PolyCollection
-    from matplotlib.colors import to_rgba_array
-
     bars = scene.bars
     chosen = np.flatnonzero(bars.look == look)
     number = (bars.mb if by == "microbatch" else bars.stage)[chosen]
@@ -138,8 +126,6 @@ def _draw_held(axes: Axes, scene: Scene, pixels: bool) -> None:
 
 def draw_transfers(axes: Axes, scene: Scene, kinds: Collection[str]) -> None:
     """Draw messages of these kinds as lines: from the sender at the SEND's start to the receiver at the arrival."""
-    from matplotlib.collections import LineCollection
-
     table, start, arrival = scene.program.rows, scene.timeline.start, scene.timeline.arrival
     sends = scene.program.rows_of(Op.SEND)
     edge = np.where(table.to > table.rank, TOP + BAR, TOP)  # the edge of the bar nearer to the other worker
@@ -157,9 +143,6 @@ def draw_transfers(axes: Axes, scene: Scene, kinds: Collection[str]) -> None:
 
 def draw_links(axes: Axes, scene: Scene) -> None:
     """Draw what occupies links and cards below the workers, in the colours of messages."""
-    from matplotlib.collections import PolyCollection
-    from matplotlib.colors import to_rgba_array
-
     if scene.links is None:
         return
     used, below = scene.links, scene.program.header.workers + 0.1 * LINK

@@ -90,6 +90,7 @@ def test_transfers_are_drawn_where_they_are_asked_for(run, schedules):
 
 def test_without_matplotlib_the_extra_is_named(run, refused, schedules, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "schedgen.report.draw.figure", raising=False)
     words = refused(run("draw", schedules / "gpipe.json", "-o", schedules / "a.svg"), 2)
     assert "pip install 'schedgen[draw]'" in words and not (schedules / "a.svg").exists()
 
