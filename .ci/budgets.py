@@ -20,7 +20,7 @@ ROOMS = {
     "schedgen/schemes": 1_625,
     "schedgen/planner": 3_210,
     "schedgen/report": 2_185,
-    "schedgen/cli": 1_075,
+    "schedgen/cli": 1_080,
     "schedgen/util": 705,
     "mpirun": 16_780,
     "mpirun/engine/core": 1_845,
