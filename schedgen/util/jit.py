@@ -82,31 +82,23 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         compiled.enable_caching()
         index = compiled._cache._cache_file
         index._source_stamp = sources()
-        compiled._cache.save_overload = _without_errors(compiled._cache.save_overload)
-        index._load_index = _without_stale(index._load_index)
+        # With a full disk the next process compiles again, and where the index is damaged, or of a release with a class
+        # that is gone since, this one: unpickling raises whatever the bytes say.
+        compiled._cache.save_overload = _else(compiled._cache.save_overload, OSError, lambda: None)
+        index._load_index = _else(index._load_index, Exception, dict)
     return cast(Callable[..., Any], compiled)
 
 
-def _without_errors(save: Callable[P, None]) -> Callable[P, None]:
-    """`save` that does without a full disk: the next process compiles again."""
+def _else(function: Callable[P, T], errors: type[Exception], otherwise: Callable[[], T]) -> Callable[P, T]:
+    """The function, but where it raises one of these errors, what `otherwise` returns."""
 
-    def saved(*args: P.args, **kwargs: P.kwargs) -> None:
-        with suppress(OSError):
-            save(*args, **kwargs)
-
-    return saved
-
-
-def _without_stale(load: Callable[[], dict[Any, str]]) -> Callable[[], dict[Any, str]]:
-    """`load` that finds nothing where the index is damaged, or of a release with a class that is gone since."""
-
-    def loaded() -> dict[Any, str]:
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return load()
-        except Exception:  # unpickling raises whatever the bytes say
-            return {}
+            return function(*args, **kwargs)
+        except errors:
+            return otherwise()
 
-    return loaded
+    return called
 
 
 @cache
