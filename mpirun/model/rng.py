@@ -87,15 +87,6 @@ def _set_states(states: Sequence[Tensor]) -> None:
 class RandomOp(nn.Module):
     """An operation of a traced module that draws: a layer whose name does not depend on the cut."""
 
-    def __init__(self, operation: Callable[..., Any]) -> None:
-        """`operation`: the node's target."""
-        super().__init__()
-        self.operation = operation
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The operation's result."""
-        return self.operation(*args, **kwargs)
-
 
 def layers_of(module: nn.Module, layers: Sequence[str]) -> Sequence[str]:
     """The names of a stage's layers; `layers`: of a mapping that it is given as, else none."""

@@ -30,58 +30,47 @@ EVAL_VALUES = {"train": False, "training": False, "use_input_stats": False, "dro
 COUNTER = "num_batches_tracked"  # the buffer that normalisations count in, in train mode only
 
 
-class ModeOp(nn.Module):
-    """An operation as it was traced; in eval mode some of its arguments have other values."""
-
-    def __init__(self, operation: Callable[..., Any], in_eval: Mapping[int | str, Any]) -> None:
-        """`in_eval`: by position or keyword of an argument, its value in eval mode."""
-        super().__init__()
-        self.operation, self.in_eval = operation, in_eval
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The operation's result."""
-        if not self.training:
-            args = tuple(self.in_eval.get(position, argument) for position, argument in enumerate(args))
-            kwargs |= {name: value for name, value in self.in_eval.items() if isinstance(name, str)}
-        return self.operation(*args, **kwargs)
-
-
-class CountOp(nn.Module):
-    """A change in place of a counter, the first argument; in eval mode the counter stays as it is."""
-
-    def __init__(self, operation: Callable[..., Any]) -> None:
-        """`operation`: the node's target."""
-        super().__init__()
-        self.operation = operation
-
-    def forward(self, counter: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The counter."""
-        return self.operation(counter, *args, **kwargs) if self.training else counter
-
-
-class RegionOp(nn.Module):
-    """An operation in regions under no_grad or autocast."""
+class TracedOp(nn.Module):
+    """An operation as it was traced, as a layer: it draws, follows train and eval mode, or is in a region."""
 
     def __init__(
-        self, operation: Callable[..., Any], regions: Sequence[tuple[Callable[..., Any], Sequence[Any]]]
+        self,
+        operation: Callable[..., Any],
+        in_eval: Mapping[int | str, Any],
+        counts: bool,
+        regions: Sequence[tuple[Callable[..., Any], Sequence[Any]]],
     ) -> None:
-        """`regions`: as in `ExportedGraph`."""
+        """`in_eval`: by position or keyword of an argument, its value in eval mode; `regions`: as in `ExportedGraph`.
+
+        `counts`: it changes a counter in place, the first argument, but not in eval mode.
+        """
         super().__init__()
-        self.operation, self.regions = operation, regions
+        self.operation, self.in_eval, self.counts, self.regions = operation, in_eval, counts, regions
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The operation's result."""
+        if self.counts and not self.training:
+            return args[0]
+        if self.in_eval and not self.training:
+            args = tuple(self.in_eval.get(position, argument) for position, argument in enumerate(args))
+            kwargs |= {name: value for name, value in self.in_eval.items() if isinstance(name, str)}
+        if not self.regions:
+            return self.operation(*args, **kwargs)
         with ExitStack() as inside:
             for region, arguments in self.regions:
                 inside.enter_context(region(*arguments))
             return self.operation(*args, **kwargs)
 
 
+class DrawingOp(TracedOp, RandomOp):
+    """One that draws."""
+
+
 def keep_eval_mode(stages: Iterable[nn.Module]) -> None:
     """For a module traced in eval mode: what drops there, or uses batch statistics, does so in both modes."""
     for stage in stages:
         for part in stage.modules():
-            if isinstance(part, ModeOp):
+            if isinstance(part, TracedOp):
                 part.in_eval = {}
 
 
@@ -257,21 +246,15 @@ class StageBuilder:
         operation: Any = node.target
         if operation is aten.view.default and self.dependencies.root(node) not in self.dependencies.writes:
             operation = aten.reshape.default  # received values may have other strides than were traced
-        layer: nn.Module | None = None
-        if changes_counter(node, self.counters):
-            layer = CountOp(operation)
-        elif in_eval := eval_arguments(node):
-            layer = ModeOp(operation, in_eval)
-        draws = self.dependencies.draws(node)
-        if isinstance(operation, OpOverload) and node.meta.get("regions"):
-            layer = RegionOp(layer or operation, node.meta["regions"])
-        if draws:
-            layer = RandomOp(layer or operation)
+        draws, counts = self.dependencies.draws(node), changes_counter(node, self.counters)
+        in_eval = {} if counts else eval_arguments(node)
+        regions = node.meta.get("regions", ()) if isinstance(operation, OpOverload) else ()
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), new.__getitem__)
-        if layer is None:
+        if not (draws or counts or in_eval or regions):
             return graph.create_node("call_function", operation, args, kwargs, node.name)
+        layer = (DrawingOp if draws else TracedOp)(operation, in_eval, counts, regions)
         where, name = (RANDOM_OPS, node.name) if draws else (LAYERS, f"{node.name}_op")  # "to" could be no module
-        path, is_new = root.name_of(f"{where}.{name}", _traits(layer))
+        path, is_new = root.name_of(f"{where}.{name}", [type(layer), operation, in_eval, counts, [*regions]])
         if is_new:
             if not hasattr(root, where):
                 root.add_module(where, nn.Module())
@@ -299,12 +282,6 @@ class StageBuilder:
         else:
             setattr(root, attribute, copy.deepcopy(value))
         return put
-
-
-def _traits(layer: nn.Module) -> list[object]:
-    """What tells an operation from others of its name."""
-    parts = [(type(part), vars(part)) for part in layer.modules()]
-    return [(kind, {name: value for name, value in own.items() if name[0] != "_"}) for kind, own in parts]
 
 
 def _insert_device_lookups(graph: fx.Graph) -> None:
