@@ -17,8 +17,7 @@ from mpirun.cli.optimizer import recipe
 from mpirun.cli.options import TrainOptions
 from mpirun.comm.fail_together import on_rank_0
 from mpirun.comm.output import note, say
-from mpirun.comm.run_comm import RunComm
-from mpirun.comm.waiting import sleeping_any
+from mpirun.comm.waiting import RunComm, sleeping_any
 from mpirun.engine.options import RunOptions, values_of
 from mpirun.engine.read_schedule import read_schedule
 from mpirun.model.load_model import load_model

@@ -14,8 +14,7 @@ from torch import nn
 
 from mpirun.comm.device import Device, choose_device, ranks_on_host
 from mpirun.comm.fail_together import from_rank_0, together
-from mpirun.comm.run_comm import check_launcher
-from mpirun.comm.waiting import sleeping_barrier
+from mpirun.comm.waiting import check_launcher, sleeping_barrier
 from mpirun.data.microbatches import Microbatches, MicrobatchSource, training_text
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.expand_slices import check_slices, expanded_model

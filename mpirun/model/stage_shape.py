@@ -1,4 +1,4 @@
-"""What every rank knows of a stage: shapes and types, memory, which layers draw. `shapes` finds it."""
+"""What every rank knows of a stage: shapes and types, memory, how its weights are divided, which layers draw."""
 
 from __future__ import annotations
 

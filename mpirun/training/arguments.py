@@ -24,13 +24,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from mpirun.checkpoint.disk_format import refusing
 from mpirun.checkpoint.pretrained import Pretrained
 from mpirun.comm.fail_together import Stop, first_difference, on_rank_0, together
-from mpirun.comm.run_comm import RunComm
+from mpirun.comm.waiting import RunComm
 from mpirun.data.loader import Batch, Loader
 from mpirun.engine.read_schedule import Schedule, check_for_run, read_schedule, share_program
 from mpirun.engine.recipe import Factory, Recipe, is_plain
-from mpirun.model.bare_module import bare_model
 from mpirun.model.contract import Model
-from mpirun.model.load_model import check_model, join_stages
+from mpirun.model.load_model import bare_model, check_model, join_stages
 from mpirun.model.loss import of_last_stage
 from mpirun.model.split.split_result import Cut
 from schedgen.checker import check

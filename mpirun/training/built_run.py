@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from mpirun.comm.fail_together import Stop, refuse, together
-from mpirun.comm.run_comm import RunComm
+from mpirun.comm.waiting import RunComm
 from mpirun.data.loader import Batch, Loader
 from mpirun.data.microbatches import Microbatch, MicrobatchSource
 from mpirun.engine.options import RunOptions

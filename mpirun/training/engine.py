@@ -26,7 +26,7 @@ from mpirun.checkpoint.pretrained import check_new, whole_state
 from mpirun.checkpoint.pretrained import export as write_export
 from mpirun.checkpoint.reader import load_whole
 from mpirun.comm.fail_together import Stop, on_rank_0, refuse, together
-from mpirun.comm.run_comm import RunComm
+from mpirun.comm.waiting import RunComm
 from mpirun.data.dataset_loaders import MapLoader, loader_class
 from mpirun.data.loader import Loader
 from mpirun.engine.expand_slices import expanded_model

@@ -13,7 +13,7 @@ from typing import Concatenate, ParamSpec, Self, TypeVar
 import torch
 
 from mpirun.comm.fail_together import Stop
-from mpirun.comm.run_comm import RunComm
+from mpirun.comm.waiting import RunComm
 from mpirun.model.rng import GeneratorsKept
 from mpirun.training.errors import end_on_error, end_on_uncaught, exit_by
 from mpirun.training.session import Session

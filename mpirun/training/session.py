@@ -22,8 +22,7 @@ import torch
 from mpirun.comm.device import Device
 from mpirun.comm.fail_together import Stop, first_difference, on_rank_0, refuse, together
 from mpirun.comm.output import note, say
-from mpirun.comm.run_comm import RunComm
-from mpirun.comm.waiting import sleeping_barrier
+from mpirun.comm.waiting import RunComm, sleeping_barrier
 from mpirun.engine.build import RunInterpreter, Values, build_interpreter, check_same_start
 from mpirun.engine.core.optimizer_step import StepResult
 from mpirun.engine.memory_tracker import MemoryCount, track_memory

@@ -29,11 +29,7 @@ class ModelGraph:
 
     def text(self) -> str:
         """The text of the file, a key a line."""
-        values = {
-            "stages": self.stages, "edges": self.edges, "per_consumer": self.per_consumer, "tied": self.tied,
-            "replicated": self.replicated, "layers": self.layers,
-        }  # fmt: skip
-        lines = (f' "{key}": {json.dumps(value)}' for key, value in values.items() if value not in (None, ()))
+        lines = (f' "{key}": {json.dumps(value)}' for key, value in vars(self).items() if value not in (None, ()))
         return "{\n" + ",\n".join(lines) + "\n}\n"
 
 

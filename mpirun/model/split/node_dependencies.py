@@ -69,10 +69,6 @@ class Dependencies:
         """The node whose memory a node shares; the node itself if it has its own."""
         return self.views.get(node, node)
 
-    def final_writes(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
-        """The writes to the memory of these nodes, after which it has the values that later stages see."""
-        return [write for node in nodes for write in self.writes.get(self.root(node), []) if write in self.alive]
-
     def closure(self, nodes: Iterable[fx.Node], inside: Callable[[fx.Node], bool]) -> set[fx.Node]:
         """`nodes` and what they need, and so on for nodes that are `inside`."""
         reached = set(nodes)

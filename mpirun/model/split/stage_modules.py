@@ -191,9 +191,10 @@ class StageBuilder:
 
     def _nodes(self, stage: int) -> list[fx.Node]:
         """The nodes that a stage computes or receives; the received ones are added to those that other stages send."""
-        outputs = self.results if stage == self.count - 1 else self.sent[stage]
-        writes = self.dependencies.final_writes(outputs)
-        writes += [node for root, nodes in self.dependencies.writes.items() if is_buffer(root) for node in nodes]
+        outputs, of = self.results if stage == self.count - 1 else self.sent[stage], self.dependencies
+        # After these, memory has the values that later stages see.
+        writes = [write for node in outputs for write in of.writes.get(of.root(node), []) if write in of.alive]
+        writes += [node for root, nodes in of.writes.items() if is_buffer(root) for node in nodes]
         ends = [*outputs, *(node for node in writes if self._is_here(node, stage))]
         nodes = self.dependencies.closure(ends, lambda node: self._is_here(node, stage))
         for node in nodes:

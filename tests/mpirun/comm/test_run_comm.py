@@ -6,8 +6,7 @@ import pytest
 from mpi4py import MPI
 from mpi4py.util import pkl5
 
-from mpirun.comm.run_comm import RANKS, RunComm, check_launcher
-from mpirun.comm.waiting import sleeping_barrier
+from mpirun.comm.waiting import RANKS, RunComm, check_launcher, sleeping_barrier
 from schedgen.util.errors import UsageError
 
 
