@@ -47,9 +47,8 @@ from mpirun.training.arguments import (
     options_to_compare,
 )
 from mpirun.training.batches import LossWeight, Shapes, check_loss_weight, read_by, whole_batch
-from mpirun.training.built_run import BuiltRun
 from mpirun.training.evaluation import Evaluation, evaluate, predict
-from mpirun.training.open_run import collective
+from mpirun.training.open_run import OpenRun, collective
 from mpirun.training.prepared import shared
 from mpirun.training.saving import beside
 from mpirun.training.session import Result, Session, is_compared, step_numbers
@@ -60,7 +59,7 @@ from schedgen.util.option_fields import checked
 T = TypeVar("T")
 
 
-class Engine(BuiltRun):
+class Engine(OpenRun):
     """A run. It trains the given modules: on each rank those of the stages that it owns.
 
     It is built as soon as it knows what a microbatch looks like: at once from `example`, else from the first loader
