@@ -175,7 +175,10 @@ def chunk(tree: Any, count: int, samples: int) -> list[Any]:
     """
     leaves, spec = pytree.tree_flatten(tree, is_leaf=one_per_sample(samples))
     cuts = [span if span.stop > span.start else slice(0, 1) for span in spans(samples, count)]
-    pieces = [_pieces(leaf, cuts) for leaf in leaves]
+    pieces = [
+        [in_own_memory(leaf[cut]) if isinstance(leaf, Tensor | list | tuple) else leaf for cut in cuts]
+        for leaf in leaves
+    ]
     return [pytree.tree_unflatten([piece[number] for piece in pieces], spec) for number in range(count)]
 
 
@@ -183,12 +186,6 @@ def spans(samples: int, count: int) -> list[slice]:
     """The samples of each microbatch, whose numbers differ by one at most."""
     ends = [-(-samples * number // count) for number in range(count + 1)]
     return [slice(*pair) for pair in pairwise(ends)]
-
-
-def _pieces(leaf: Any, cuts: list[slice]) -> list[Any]:
-    if not isinstance(leaf, Tensor | list | tuple):
-        return [leaf] * len(cuts)
-    return [in_own_memory(leaf[cut]) for cut in cuts]
 
 
 def one_per_sample(samples: int) -> Callable[[Any], bool]:

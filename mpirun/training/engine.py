@@ -143,7 +143,6 @@ class Engine(OpenRun):
             if isinstance(schedule, str | os.PathLike) and Path(schedule).is_file():
                 self._schedule = str(Path(schedule).absolute())
             self.session = session = Session(comm, file, use.timeout, use.verify)
-            session.end_with_script()
             self._state = session.state
             self._shapes = together(comm, lambda: Shapes(comm, buckets, self._model, session.header))
             together(comm, lambda: check_loss_weight(loss_weight, self._model, session.header))

@@ -113,6 +113,9 @@ class Session:
         self.trace: StepTrace | None = None
         self.counts_memory, self.memory = False, contextlib.ExitStack()
         self.bytes: MemoryCount | None = None  # of tensors, from `build` on
+        self.at_end = comm.Dup()  # its own: the barrier of an ended rank matches no other collective
+        self.at_end.on_wait = comm.on_wait
+        atexit.register(self.close_together)  # when the script ends, unless `close` is called before
 
     def build(self, setup: Setup) -> None:
         """Build the stages, and the interpreter that executes the list. Stop if the model does not fit the schedule."""
@@ -258,12 +261,6 @@ class Session:
     def beat(self) -> None:
         """Show the watchdog that this rank makes progress."""
         self.watchdog.state[BEAT] += 1
-
-    def end_with_script(self) -> None:
-        """End the run when the script ends, unless `close` is called before. Collective."""
-        self.at_end = self.comm.Dup()  # its own: the barrier of an ended rank matches no other collective
-        self.at_end.on_wait = self.comm.on_wait
-        atexit.register(self.close_together)
 
     def wait_for_others(self) -> None:
         """Block until all ranks have called this; the watchdog reports ranks that do not."""

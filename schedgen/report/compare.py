@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import le
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,7 +112,9 @@ def compare(
         rows.append(row)
     prices = _prices(rows)
     rows.sort(key=lambda row: (*prices[row], row.label))
-    return Comparison([row._replace(best=_is_best(prices[row], prices.values())) for row in rows], left_out)
+    # Of these no other price is at least as good in all its numbers and better in some.
+    best = {p for p in prices.values() if not any(o != p and all(map(le, o, p)) for o in prices.values())}
+    return Comparison([row._replace(best=prices[row] in best) for row in rows], left_out)
 
 
 def _loaded(name: str, sizes: Sizes) -> Scheme:
@@ -177,11 +180,6 @@ def _prices(rows: Sequence[SchemeNumbers]) -> dict[SchemeNumbers, Price]:
             latency = row.latency
         prices[row] = latency, row.peak_activations, row.weights
     return prices
-
-
-def _is_best(price: Price, prices: Collection[Price]) -> bool:
-    """Whether no other price is at least as good in all its numbers and better in some."""
-    return not any(other != price and all(o <= p for o, p in zip(other, price, strict=True)) for other in prices)
 
 
 def comparison_as_json(comparison: Comparison) -> dict[str, Any]:

@@ -86,7 +86,13 @@ class Forward:
         else:
             # A captured job has no use for the divisor, which may be another in every step.
             outputs, metrics = self.run(values, leaves, batch._replace(leaves=[], loss_divisor=1))
-            self._keep_loss(batch, outputs[0], metrics)
+            if self.records:
+                self.context.losses[self.mb] = outputs[0]
+                if batch.padding < batch.size or not batch.size:  # else it is all padding
+                    self.context.metrics[self.mb] = metrics
+            if self.saves:
+                divisor = batch.loss_divisor if self.has_flush else 1  # without a flush STEP divides
+                self.pending.loss_gradient = loss_gradient(outputs[0].dtype, divisor, self.device)
         self.put(outputs)
 
     def compute(
@@ -107,15 +113,6 @@ class Forward:
         self.pending.tensors = SavedTensors(self.context.device, self.stage.module, values, (leaves, batch))
         with self.pending.tensors.hooks():
             return self.compute(values, leaves, batch)
-
-    def _keep_loss(self, batch: Microbatch, loss: Tensor, metrics: dict[str, Tensor]) -> None:
-        if self.records:
-            self.context.losses[self.mb] = loss
-            if batch.padding < batch.size or not batch.size:  # else it is all padding
-                self.context.metrics[self.mb] = metrics
-        if self.saves:
-            divisor = batch.loss_divisor if self.has_flush else 1  # without a flush STEP divides
-            self.pending.loss_gradient = loss_gradient(loss.dtype, divisor, self.device)
 
     def _putter(self, i: Instruction) -> Callable[[list[Tensor]], object]:
         """A function that puts the outputs, or the loss, into buffers x: one, or one per consumer."""
