@@ -18,7 +18,7 @@ from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.setup import Setup
 from mpirun.model.stage_shape import Unit
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import Instruction, Op
+from schedgen.ir.instructions import Instruction, Kind, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.buffer_sizes import BufferSizes
 from schedgen.simulator.memory_plan import host_plan, memory_plan
@@ -54,9 +54,10 @@ class MemorySlots:
                 own = (self.keys(self.rank, stage, shard) for shard in self.header.gradient_units.of(stage))
                 rows[stage] = max(rows[stage], len({key for keys in own for key in keys}))
         weight = np.array([shape.weight_bytes for shape in shapes], np.int64)
-        activation = np.array([dataflow.activation_bytes(s) for s in range(len(shapes))], np.int64)
+        activation, zero = np.zeros((2, len(shapes)), np.int64)
+        for s, c in {(p, self.header.graph.output_consumer(p, c)) for p, c in self.header.graph.edges}:
+            activation[s] += dataflow.bundle(Kind.X, s, c).spec.bytes
         by_edge = np.array([dataflow.x(*edge).spec.bytes for edge in program.header.graph.edges], np.int64)
-        zero = np.zeros(len(shapes), np.int64)
         self.bytes = BufferSizes(
             activation, weight, partial=weight * rows, saved=zero, half=zero, workspace={}, owned=zero,
             edge_activation=by_edge,

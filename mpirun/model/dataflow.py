@@ -157,12 +157,6 @@ class Dataflow:
         positions = [values.index(x) if isinstance(x, Value) else count + x.leaf for x in sources]
         return Arguments(positions, count, specs if any(spec.order for spec in specs) else ())
 
-    def activation_bytes(self, stage: int) -> int:
-        """Bytes of all messages x.stage.b of a microbatch; 0 of the last stage."""
-        if not self.graph.consumers[stage]:
-            return 0
-        return sum(self.bundle(Kind.X, stage, consumer).spec.bytes for consumer in self.graph.output_consumers(stage))
-
 
 class Arguments:
     """The arguments of a stage's forward, in terms of the values it receives and of the input's leaves."""

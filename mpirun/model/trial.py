@@ -9,11 +9,12 @@ Such a stage depends on values, and may change its buffers in other microbatches
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -110,17 +111,6 @@ def _may_write_to(operation: Any) -> frozenset[str]:
 CPU = torch.device("cpu")
 
 
-@contextmanager
-def _unlogged() -> Iterator[None]:
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
 @dataclass
 class Trial:
     """Runs all stages on one microbatch, one after the other.
@@ -137,7 +127,7 @@ class Trial:
     fake: FakeTensorMode = field(default_factory=fake_mode)
     real: list[tuple[Sequence[Tensor], StageShape]] = field(default_factory=list)  # of the first stages, with values
 
-    @_unlogged()
+    @mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
     def shapes(self) -> list[StageShape]:
         """The shapes of all stages, found by running them on this microbatch.
 

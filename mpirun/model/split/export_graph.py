@@ -224,13 +224,8 @@ def _refusing_assigned_buffers(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    levels = [(logger, logger.level) for logger in map(logging.getLogger, LOGS)]
-    for logger, _ in levels:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in levels:
-            logger.setLevel(level)
+    with contextlib.ExitStack() as inside, warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        for name in LOGS:
+            inside.enter_context(mock.patch.object(logging.getLogger(name), "disabled", True))
+        warnings.simplefilter("ignore")
+        yield
