@@ -66,9 +66,8 @@ class Device:
 
     def host(self, size: int) -> Tensor:
         """Host memory, shape (bytes,), of the kind that is copied fastest from and to the device."""
-        return torch.frombuffer(
-            np.empty(max(size, 1), np.uint8), dtype=torch.uint8
-        )  # no op of torch: it is not counted
+        # Not by an op of torch: it is not counted.
+        return torch.frombuffer(np.empty(max(size, 1), np.uint8), dtype=torch.uint8)
 
     def seed(self, value: int) -> None:
         """Seed the generator that dropout draws from."""

@@ -25,7 +25,6 @@ UNUSED_TAG = 99  # no message has it: a probe for it only lets MPI make progress
 NO_ROW = -1  # of a transfer that no single instruction of this rank has started, such as one of a sum
 AT_ONCE = 2**12  # bytes: smaller messages are sent eagerly by any MPI, even while ranks compute
 
-
 OnWait = Callable[[int | None], None]  # takes a row or, when the wait ends, None: see `Transport`
 
 

@@ -299,9 +299,7 @@ def run_export(options: ExportOptions) -> int:
 def run_diff(options: DiffOptions) -> int:
     """Print what differs between two schedules; the exit code tells whether anything does."""
     a, b = (one_line(display_name(name)) for name in (options.a, options.b))
-    lines = diff(checked(options.a), checked(options.b), a, b, options.jobs)
-    differ = 0
+    lines = [*diff(checked(options.a), checked(options.b), a, b, options.jobs)]
     for line in lines:
-        differ = 1
         print(line)
-    return differ
+    return int(bool(lines))

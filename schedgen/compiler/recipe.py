@@ -53,14 +53,9 @@ class Recipe(NamedTuple):
         words += [f"--{name} {_spelled(value)}" for name, value in self.sizes._asdict().items() if value is not None]
         words += ["--interleave"] * self.interleave
         for each in fields(self.options):
-            value = getattr(self.options, each.name)
-            if (
-                each.metadata.get("flags")
-                and value != each.default
-                and not (each.name == "cost" and self.options.times)
-            ):
-                flag = each.metadata["flags"][0]
-                words.append(f"{flag} {_spelled(value)}" if value is not True else flag)
+            value, flags = getattr(self.options, each.name), each.metadata.get("flags")
+            if flags and value != each.default and not (each.name == "cost" and self.options.times):
+                words.append(f"{flags[0]} {_spelled(value)}" if value is not True else flags[0])
         needs_graph = self.options.tied or self.options.replicated_stages or self.options.substages > 1
         graph = self.model.model_graph
         if needs_graph or graph.edges != chain(graph.stages) or "layers" in self.model.scheme:

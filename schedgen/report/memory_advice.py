@@ -35,7 +35,6 @@ from schedgen.util.text_table import aligned, short_bytes
 MOST_COMPILED = 12  # with the schedule itself
 LEAN_SCHEMES = ("v-min", "v-half", "1f1b", "zb-h1", "fsdp")  # tried in place of another
 
-
 SAVED = "saved forwards"
 _COMPUTED = {
     Buffer.SAVED: SAVED,

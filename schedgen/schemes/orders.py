@@ -51,7 +51,6 @@ ORDERS: dict[str, Callable[[Sizes], Function]] = {
     "1f1b": one_f_one_b,
 }
 
-
 Job = tuple[int, int, int]  # direction, stage, microbatch
 
 

@@ -20,7 +20,6 @@ from schedgen.util.errors import UsageError
 PIPE_SPLIT = "pippy._pipe_split.default"  # the target of torch.distributed.pipelining.pipe_split() in a graph
 SLACK = 0.1  # the fraction by which the slowest stage may be slower so that less is sent
 
-
 NEVER = float("inf")  # the price of a place where no run may begin
 
 

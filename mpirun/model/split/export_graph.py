@@ -46,16 +46,12 @@ class ExportedGraph(NamedTuple):
     example: Example
     spec: pytree.TreeSpec  # of the output
 
-    @property
-    def results(self) -> list[Any]:
-        """The leaves of the output: nodes, or constants."""
-        return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
-
     def output(self) -> tuple[list[fx.Node], ModuleOutput]:
         """What the last stage returns, and how the module's own output is made from it."""
-        nodes = list(dict.fromkeys(leaf for leaf in self.results if isinstance(leaf, fx.Node)))
-        leaves = [nodes.index(leaf) if isinstance(leaf, fx.Node) else None for leaf in self.results]
-        constants = [None if isinstance(leaf, fx.Node) else leaf for leaf in self.results]
+        results: Any = self.graph.output_node().args[0]
+        nodes = list(dict.fromkeys(leaf for leaf in results if isinstance(leaf, fx.Node)))
+        leaves = [nodes.index(leaf) if isinstance(leaf, fx.Node) else None for leaf in results]
+        constants = [None if isinstance(leaf, fx.Node) else leaf for leaf in results]
         return nodes, ModuleOutput(leaves, constants, self.spec)
 
 

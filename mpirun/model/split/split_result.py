@@ -209,7 +209,6 @@ class Cut(NamedTuple):
         return [_entry(stage, self.meta) for stage in self.stages]
 
     def _batch_of_leaves(self, batch: MakeBatch) -> MakeBatch:
-
         def make_leaves(text: Tensor, rng: np.random.Generator) -> tuple[Any, Any]:
             data, target = batch(text, rng)
             return self.leaves(data), target
