@@ -153,7 +153,10 @@ def _card(comm: MPI.Intracomm, transport: Transport, hosts: list[list[int]], lin
         found.append(max(comm.allgather(seconds if other < len(hosts) else 0.0)))
     host.Free()
     alone, at_once = found
-    return at_once / (together * size) if together > 1 and at_once > SHARED * alone else 0.0
+    if together == 1 or at_once <= SHARED * alone:
+        return 0.0
+    fixed = max(0.0, alone - link["beta"] * size)  # what an exchange takes besides the time of its bytes
+    return (at_once - fixed) / (together * size)
 
 
 def _exchanges(host: MPI.Intracomm, transport: Transport, peer: int | None, size: int) -> float:

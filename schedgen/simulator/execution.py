@@ -12,7 +12,8 @@ least time is next: links before ranks. A rank is in one of four states, and has
 A message is ready once its SEND and its receive are reached, a sum once all members have reached it: then its parts,
 one for each link, are messages with one link each. A ready message starts if all links of its path are free. Else it
 waits at the first that is not; messages wait there in the order in which they were ready. When links become free, their
-first messages are looked at again, in that order: each starts, or waits at another link.
+first messages are looked at again, in that order: each starts, or waits at another link. A message of several turns
+occupies its path for one of them, and is then the last that was ready.
 
 In: the list, what its rows wait for, how long rows take and what messages occupy, as arrays. Out: a `Run`, filled in.
 """
@@ -51,11 +52,28 @@ class Waiting(NamedTuple):
     send_before: Ints  # of SEND, FREE and STEP: the SEND of the same buffer before it
 
 
+class Queues(NamedTuple):
+    """Messages at links. SENDs are numbered by row and, after all rows, the parts of sums."""
+
+    # By message.
+    order: Numbers  # in which they were ready, or had their last turn
+    turns_left: Small
+    begun: Times  # of one with several turns: when the first began
+    next_waiting: Ints  # the next message that waits at the same link; -1: none
+    # By link.
+    free_at: Times
+    waiting: Ints  # the first message that waits; -1: none
+    last_waiting: Ints
+    ready: Numbers  # shape (1,): the next of `order`
+
+
 class Run(NamedTuple):
     """State and results of the execution, allocated by NumPy, which asks the system for huge pages for large arrays."""
 
     start: Times  # by row, as in `Simulation`
-    arrival: Times  # by message, as `order`: when it has arrived, or a part has crossed its link; -1 until it is known
+    arrival: (
+        Times  # by message, as in `Queues`: when it has arrived, or a part has crossed its link; -1 until it is known
+    )
     idle: Times
     cause: Small
     asleep: Ints  # by row, and after all rows by collective: the first rank that sleeps on it; -1: none
@@ -65,14 +83,8 @@ class Run(NamedTuple):
     unknown_sums: Numbers  # how many sums have parts still to start
     reduced: Times  # when the last of the others is done
     norm: Numbers  # the NORM that a rank has reached; -1: none
-    # By message: SENDs by row, and after all rows the parts of sums.
-    order: Numbers  # in which they were ready
-    next_waiting: Ints  # the next message that waits at the same link; -1: none
-    # By link.
-    free_at: Times
-    waiting: Ints  # the first message that waits; -1: none
-    last_waiting: Ints
-    turns: Times  # a tree like `tree`, of the links that become free now: whose message was ready first
+    queues: Queues
+    freed: Times  # a tree like `tree`, of the links that become free now: whose message was ready first
     # By rank.
     next_asleep: Ints  # the next rank that sleeps on the same; -1: none
     at: Numbers  # the row that it is at
@@ -85,11 +97,14 @@ class Run(NamedTuple):
     tree: Times  # leaf by link and then by rank: when it is next
 
 
-def new_run(program: Program, members: Numbers, sums: Sums, links: int) -> Run:
-    """The state before anything has happened. `members`: how many ranks enter each collective."""
-    rows, workers, collectives = len(program), program.header.workers, len(members)
+def new_run(program: Program, members: Numbers, turns: Small, sums: Sums, links: int) -> Run:
+    """The state before anything has happened.
+
+    members  how many ranks enter each collective
+    turns    by message, as in `Paths`
+    """
+    rows, workers, collectives, messages = len(program), program.header.workers, len(members), len(turns)
     leaves = 1 << (links + workers - 1).bit_length()
-    messages = rows + len(sums.collective)
     return Run(
         start=np.zeros(rows),
         arrival=np.full(messages, -1.0),
@@ -101,12 +116,17 @@ def new_run(program: Program, members: Numbers, sums: Sums, links: int) -> Run:
         unknown_sums=np.zeros(1, np.int64),
         reduced=np.zeros(1),
         norm=np.full(1, -1),
-        order=np.zeros(messages, np.int64),
-        next_waiting=np.full(messages, -1, np.int32),
-        free_at=np.zeros(links),
-        waiting=np.full(links, -1, np.int32),
-        last_waiting=np.full(links, -1, np.int32),
-        turns=np.full(2 << (links - 1).bit_length(), np.inf),
+        queues=Queues(
+            order=np.zeros(messages, np.int64),
+            turns_left=turns.copy(),
+            begun=np.zeros(messages if (turns > 1).any() else 0),
+            next_waiting=np.full(messages, -1, np.int32),
+            free_at=np.zeros(links),
+            waiting=np.full(links, -1, np.int32),
+            last_waiting=np.full(links, -1, np.int32),
+            ready=np.zeros(1, np.int64),
+        ),
+        freed=np.full(2 << (links - 1).bit_length(), np.inf),
         next_asleep=np.full(workers, -1, np.int32),
         at=program.bounds[:-1].copy(),
         came=np.full(workers, -1),
@@ -120,10 +140,8 @@ def new_run(program: Program, members: Numbers, sums: Sums, links: int) -> Run:
 
 
 @kernel
-def execute(
-    listed: Listed, waiting: Waiting, lasts: Times, paths: Paths, sums: Sums, free: bool, ready: int, run: Run
-) -> None:
-    """Fill in `run`. `free`: messages take no time, wait for no receive or link; `ready`: 0.
+def execute(listed: Listed, waiting: Waiting, lasts: Times, paths: Paths, sums: Sums, free: bool, run: Run) -> None:
+    """Fill in `run`. `free`: messages take no time, wait for no receive or link.
 
     Ranks act in the order of their clocks, so that links carry messages in the order of time. In `asleep` collectives
     are numbered after all rows.
@@ -137,8 +155,8 @@ def execute(
     next_asleep, at, came, clock, left, sent, latest, latest_cause, tree = (
         run.next_asleep, run.at, run.came, run.clock, run.left, run.sent, run.latest, run.latest_cause, run.tree,
     )  # fmt: skip
-    path_first, path_link, path_hold = paths
-    order, free_at, waiting_at, turns = run.order, run.free_at, run.waiting, run.turns
+    queues, freed = run.queues, run.freed
+    order, free_at, waiting_at, next_waiting = queues.order, queues.free_at, queues.waiting, queues.next_waiting
     rows, workers, leaves, links = len(op), len(row_offsets) - 1, len(tree) // 2, len(free_at)
     for r in range(workers):
         if at[r] < row_offsets[r + 1]:
@@ -150,17 +168,24 @@ def execute(
             # All links that become free now, by the number of the message that waits at each and was ready first.
             while leaf < links and tree[1] == now:
                 set_leaf(tree, leaves + leaf, np.inf)
-                set_leaf(turns, len(turns) // 2 + leaf, order[waiting_at[leaf]])
+                set_leaf(freed, len(freed) // 2 + leaf, order[waiting_at[leaf]])
                 leaf = least_leaf(tree, leaves)
-            while turns[1] < np.inf:
-                link = least_leaf(turns, len(turns) // 2)
+            while freed[1] < np.inf:
+                link = least_leaf(freed, len(freed) // 2)
                 message = waiting_at[link]
                 if free_at[link] <= now:
-                    waiting_at[link] = run.next_waiting[message]
-                    _offer(message, now, lasts, paths, sums, run)
+                    waiting_at[link] = next_waiting[message]
+                    busy = _take_turn(message, now, paths, queues)
+                    if busy >= 0:
+                        _queue(message, busy, queues, tree)
+                    elif message < rows:
+                        arrival[message] = now + lasts[message]
+                        _wake(asleep, next_asleep, message, tree, leaves + links, now)
+                    else:
+                        _sum_part(message, now, paths, sums, run)
                     message = waiting_at[link]
                 is_next = message >= 0 and free_at[link] <= now
-                set_leaf(turns, len(turns) // 2 + link, order[message] if is_next else np.inf)
+                set_leaf(freed, len(freed) // 2 + link, order[message] if is_next else np.inf)
                 if message >= 0 and not is_next:
                     set_leaf(tree, leaves + link, free_at[link])
             continue
@@ -205,9 +230,12 @@ def execute(
                     if end > parts:
                         unknown_sums[0] += 1
                     for part in range(parts, end):
-                        order[rows + part] = ready
-                        ready += 1
-                        _offer(rows + part, now, lasts, paths, sums, run)
+                        _put_last(rows + part, queues)
+                        busy = _take_turn(rows + part, now, paths, queues)
+                        if busy >= 0:
+                            _queue(rows + part, busy, queues, tree)
+                        else:
+                            _sum_part(rows + part, now, paths, sums, run)
                     if end == parts:  # NORM, or a sum that occupies no link
                         if o == Op.ALLREDUCE:
                             complete[entered] += sums.latency[entered]
@@ -255,13 +283,13 @@ def execute(
                     arrival[send] = start[send]
                     _wake(asleep, next_asleep, send, tree, leaves + links, arrival[send])
                 elif arrival[send] < 0 and met and not free:
-                    order[send] = ready
-                    ready += 1
-                    if _occupy(now, path_first[send], path_first[send + 1], path_link, path_hold, free_at) < 0:
+                    _put_last(send, queues)
+                    busy = _take_turn(send, now, paths, queues)
+                    if busy >= 0:
+                        _queue(send, busy, queues, tree)
+                    else:
                         arrival[send] = now + lasts[send]
                         _wake(asleep, next_asleep, send, tree, leaves + links, now)
-                    else:
-                        _offer(send, now, lasts, paths, sums, run)
             if clock[r] > now:
                 again = clock[r]
                 break
@@ -280,19 +308,35 @@ def _occupy(now: float, begin: int, end: int, link: Ints, hold: Times, free_at: 
 
 
 @kernel
-def _offer(message: int, now: float, lasts: Times, paths: Paths, sums: Sums, run: Run) -> None:
-    """Start a message, if all links of its path are free, or let it wait at the first that is not."""
-    rows, begin, first_leaf = len(lasts), paths.first[message], len(run.tree) // 2 + len(run.free_at)
-    busy = _occupy(now, begin, paths.first[message + 1], paths.link, paths.hold, run.free_at)
-    if busy >= 0:
-        _queue(message, busy, run.order, run.next_waiting, run.waiting, run.last_waiting, run.free_at, run.tree)
-        return
-    if message < rows:
-        run.arrival[message] = now + lasts[message]
-        _wake(run.asleep, run.next_asleep, message, run.tree, first_leaf, now)
-        return
+def _put_last(message: int, queues: Queues) -> None:
+    """The message is ready, behind all that are."""
+    queues.order[message] = queues.ready[0]
+    queues.ready[0] += 1
+
+
+@kernel
+def _take_turn(message: int, now: float, paths: Paths, queues: Queues) -> int:
+    """Start a message, or its next turn, if its path is free.
+
+    Returns the link where it waits, for this turn or for the next one; -1: the last has started.
+    """
+    begin, left = paths.first[message], queues.turns_left[message]
+    busy = _occupy(now, begin, paths.first[message + 1], paths.link, paths.hold, queues.free_at)
+    if busy >= 0 or left == 1:
+        return busy
+    if left == paths.turns[message]:
+        queues.begun[message] = now
+    queues.turns_left[message] -= 1
+    _put_last(message, queues)
+    return int(paths.link[begin])
+
+
+@kernel
+def _sum_part(message: int, now: float, paths: Paths, sums: Sums, run: Run) -> None:
+    """The last turn of a part of a sum has started: if it is the last part, whoever waits for the sum may go on."""
+    rows, first_leaf = len(run.start), len(run.tree) // 2 + len(run.queues.free_at)
     c = sums.collective[message - rows]
-    run.arrival[message] = now + paths.hold[begin]
+    run.arrival[message] = now + paths.hold[paths.first[message]]
     run.complete[c] = max(run.complete[c], run.arrival[message])
     run.outside[c] -= 1
     if run.outside[c] == 0:
@@ -305,14 +349,12 @@ def _offer(message: int, now: float, lasts: Times, paths: Paths, sums: Sums, run
 
 
 @kernel
-def _queue(
-    message: int, link: int, order: Numbers, following: Ints, waiting: Ints, last_waiting: Ints, free_at: Times,
-    tree: Times,
-) -> None:  # fmt: skip
+def _queue(message: int, link: int, queues: Queues, tree: Times) -> None:
     """Let a message wait at a link, behind those that were ready before it."""
+    order, following, waiting, last_waiting = queues.order, queues.next_waiting, queues.waiting, queues.last_waiting
     first = waiting[link]
     if first < 0:
-        set_leaf(tree, len(tree) // 2 + link, free_at[link])
+        set_leaf(tree, len(tree) // 2 + link, queues.free_at[link])
         waiting[link] = last_waiting[link] = message
         following[message] = -1
     elif order[first] > order[message]:

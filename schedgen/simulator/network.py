@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from schedgen.util.arrays import AnyInts, Ints, Numbers, Times
+from schedgen.util.arrays import AnyInts, Ints, Numbers, Small, Times
 from schedgen.util.errors import UsageError, number_of
 
 Alpha = float | tuple[tuple[float, float], ...]
+TURNS = 8  # of the longest message that crosses a card
 HOST = -1  # in place of a rank, as the end of a copy: the memory of the other end's host
 
 
@@ -152,11 +153,21 @@ class Network(NamedTuple):
 
 
 class Paths(NamedTuple):
-    """What messages occupy: message k is on `link[first[k] : first[k + 1]]`, each for `hold`."""
+    """What messages occupy: message k is on `link[first[k] : first[k + 1]]`, each for `hold` in each of its turns."""
 
     first: Numbers
     link: Ints
     hold: Times
+    turns: Small  # by message: a power of two
+
+    def from_last_turn(self, lasts: Times) -> Times:
+        """How long rows take; of messages, from the beginning of their last turn."""
+        shared = np.flatnonzero(self.turns[: len(lasts)] > 1)
+        if not len(shared):
+            return lasts
+        rest = lasts.copy()
+        rest[shared] -= (self.turns[shared] - 1) * self.hold[self.first[shared]]
+        return rest
 
 
 class Sums(NamedTuple):
@@ -250,7 +261,23 @@ class Links:
         link, hold = (
             np.stack(parts, axis=1, dtype=type)[is_used] for parts, type in ((links, np.int32), (holds, float))
         )
-        return Paths(np.concatenate([[0], np.cumsum(used)]), link, hold), lasts
+        return Paths(np.concatenate([[0], np.cumsum(used)]), link, hold, np.ones(len(size), np.int8)), lasts
+
+    def in_turns(self, paths: Paths) -> Paths:
+        """The paths with turns for messages that cross a card: each of at most 1 / TURNS of the longest one's time."""
+        if not self.cards:
+            return paths
+        count = np.diff(paths.first)
+        message = np.repeat(np.arange(len(count)), count)
+        longest, on_card = np.zeros((2, len(count)))
+        np.maximum.at(longest, message, paths.hold)
+        is_card = (paths.link >= 2 * self.workers) & (paths.link < self.first_of_host)
+        on_card[message[is_card]] = longest[message[is_card]]
+        if not (most := on_card.max(initial=0.0)):
+            return paths
+        turns = np.exp2(np.ceil(np.log2(np.maximum(TURNS * on_card / most, 1.0)))).astype(np.int8)
+        hold = np.where(turns > 1, longest / turns, 0.0)[message]
+        return Paths(paths.first, paths.link, np.where(hold > 0, hold, paths.hold), turns)
 
     def sum_of(self, members: Sequence[int]) -> SumOfAByte:
         """What a sum of one byte over these ranks occupies.

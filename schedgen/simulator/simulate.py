@@ -5,8 +5,9 @@
 2. A message is ready when its SEND and its RECV are both reached. It occupies the links of its path (`network`): its
    sender's link out, its receiver's link in, the cards between; and it starts when all of them are free. Of the ready
    messages whose path is free the one that was ready first starts. So a busy receiver holds up no other message of its
-   sender. FREE and STEP wait until all messages of their buffer have arrived. OFFLOAD and RELOAD are messages to and
-   from the host, which are ready at once.
+   sender. Connections share a card: what crosses one does so in turns, each at most 1/8 as long as the longest message
+   that does, and waits for the next behind all that are ready. FREE and STEP wait until all messages of their buffer
+   have arrived. OFFLOAD and RELOAD are messages to and from the host, which are ready at once.
 3. An ALLREDUCE is ready when all members have reached it. It is the messages that the runtime sends, gathered into one
    part for each link and card: of the bytes that cross it, each in the queue of that link. It is done when its last
    part is, and two latencies later: the parts are sent, and then the totals. NORM waits for all ranks and all sums, and
@@ -51,6 +52,7 @@ class Simulation:
     lasts: Times  # how long each row takes by itself; of rows of `MESSAGES`: how long the message or copy takes
     machine: Machine
     parts: Times  # by part of a sum: when it has crossed its link
+    begun: Times  # by message, and then by part: of one with several turns, when the first begins; or empty
 
     @cached_property
     def end(self) -> Times:
@@ -118,11 +120,18 @@ class Simulation:
         paths, sums = _paths(program, waits, self.sizes, links, self.lasts.copy())
         message = np.repeat(np.arange(len(paths.first) - 1), np.diff(paths.first))
         row = np.concatenate([np.arange(len(program)), _entries(program, waits)[sums.collective]])[message]
-        part_starts = self.parts - paths.hold[paths.first[len(program)] :]
-        start = np.concatenate([self.arrival - self.lasts, part_starts])[message]
+        hold, turns = paths.hold, paths.turns[message]
+        crossing = turns * hold  # and what is left of how long it takes is its latency
+        lasts = np.concatenate([self.lasts, np.zeros(len(self.parts))])[message]
+        lasts[message >= len(program)] = crossing[message >= len(program)]
+        arrival = np.concatenate([self.arrival, self.parts])[message]
+        start, length = arrival - lasts, hold.copy()
+        shared = turns > 1
+        start[shared] = self.begun[message[shared]]
+        length[shared] = (arrival - (lasts - crossing) - start)[shared]
         used, link = np.unique(paths.link, return_inverse=True)
         order, names = np.lexsort((start, link)), [links.names[k] for k in used]
-        return LinkUse(names, link[order], row[order], unit * start[order], unit * paths.hold[order])
+        return LinkUse(names, link[order], row[order], unit * start[order], unit * length[order])
 
     def timeline(self, unit: float = 1.0) -> Timeline:
         """The simulation as a timeline; `unit`: microseconds per unit of its time."""
@@ -154,11 +163,13 @@ def simulate(program: Program, cost: Mapping[str, Amount] | None = None, machine
     waiting = Waiting(waits.first, waits.sends, partner, _awaited(program, waits), analysis.lifetimes.send_before)
     links = Links(machine.network, header.workers)
     paths, sums = _paths(program, waits, sizes, links, lasts)
-    run = new_run(program, waits.members, sums, links.count)
-    execute.sized(4 * len(program))(listed, waiting, lasts, paths, sums, links.is_free, 0, run)
+    run = new_run(program, waits.members, paths.turns, sums, links.count)
+    execute.sized(4 * len(program))(listed, waiting, paths.from_last_turn(lasts), paths, sums, links.is_free, run)
     np.maximum(run.arrival, 0.0, out=run.arrival)
     arrival, parts = np.split(run.arrival, [len(program)])
-    simulation = Simulation(program, sizes, run.start, arrival, run.idle, run.cause, lasts, machine, parts)
+    simulation = Simulation(
+        program, sizes, run.start, arrival, run.idle, run.cause, lasts, machine, parts, run.queues.begun
+    )
     if len(copies) and machine.network.host.memory < np.inf:
         needed, host = simulation.footprint.host, machine.network.host
         on_hosts = np.add.reduceat(needed, np.arange(0, len(needed), host.devices))
@@ -219,8 +230,9 @@ def _paths(program: Program, waits: Waits, sizes: BufferSizes, links: Links, las
         np.concatenate([[0], np.cumsum(links_of)]),
         np.concatenate([sent.link, link[part]]),
         np.concatenate([sent.hold, hold[part] * np.repeat(size, count)]),
+        np.ones(len(links_of), np.int8),
     )
-    return paths, Sums(first, np.repeat(np.arange(len(rows), dtype=np.int32), count), latency)
+    return links.in_turns(paths), Sums(first, np.repeat(np.arange(len(rows), dtype=np.int32), count), latency)
 
 
 def _awaited(program: Program, waits: Waits) -> Ints:

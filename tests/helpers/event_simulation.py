@@ -46,7 +46,21 @@ def path(network, a, b, size):
 
 class Message:
     def __init__(self, links, alpha=0.0, collective=None, row=None):
-        self.links, self.alpha, self.collective, self.row, self.arrival = links, alpha, collective, row, None
+        self.links, self.alpha, self.collective, self.row, self.turns = links, alpha, collective, row, 1
+
+    @property
+    def on_card(self):
+        """How long it crosses cards and what is on the way to them; 0: it crosses none."""
+        return max(self.links.values()) if any(len(link) == 3 and link[0] != "host" for link in self.links) else 0.0
+
+    def in_turns(self, longest):
+        """The message, in as many turns as it needs for none to be longer than an eighth of the longest message."""
+        if time := self.on_card:
+            while time / self.turns > longest / 8:
+                self.turns *= 2
+        if self.turns > 1:
+            self.links = dict.fromkeys(self.links, time / self.turns)
+        return self
 
 
 class Sum:
@@ -74,12 +88,33 @@ def simulate(program, cost, machine):
     reached, start, arrival = set(), np.zeros(len(program)), {}
     free_at, waiting, now, norm = defaultdict(float), [], 0.0, []
 
+    def of_message(send):
+        return path(network, int(table.rank[send]), int(table.to[send]), bytes[send])
+
+    def of_sum(row):
+        members, links = header.groups[table.group[row]], defaultdict(float)
+        for a in members:
+            for b in members:
+                if a != b:
+                    for link, time in path(network, a, b, 2 * int(summed[row]) / len(members)).items():
+                        links[link] += time
+        return links
+
+    crossings = [Message(of_message(send)) for send in partner]
+    for row in program.rows_of(Op.ALLREDUCE):
+        crossings += [Message({link: time}) for link, time in of_sum(row).items()]
+    longest = max((each.on_card for each in crossings), default=0.0)
+
     def offer():
         for message in [*waiting]:
             if all(free_at[link] <= now for link in message.links):
                 waiting.remove(message)
                 for link, time in message.links.items():
                     free_at[link] = now + time
+                message.turns -= 1
+                if message.turns:
+                    waiting.append(message)
+                    continue
                 end = now + max(message.links.values(), default=0.0) + message.alpha
                 if message.collective is None:
                     arrival[message.row] = end
@@ -107,12 +142,7 @@ def simulate(program, cost, machine):
         if table.op[row] == Op.NORM:
             of.done = now
             return
-        links = defaultdict(float)
-        for a in members:
-            for b in members:
-                if a != b:
-                    for link, time in path(network, a, b, 2 * n / len(members)).items():
-                        links[link] += time
+        links = of_sum(row)
         furthest = max((level_of(network, members[0], b) for b in members), default=0)
         alpha = network.levels[furthest].latency(np.array(n / len(members)))
         of.alpha = 2 * float(alpha) if n and len(members) > 1 else 0.0
@@ -123,7 +153,7 @@ def simulate(program, cost, machine):
         cards = sorted((link for link in links if len(link) == 3), key=lambda link: (link[1], order[link[0]], link[2]))
         ranks = [(side, a) for side in ("out", "in") for a in members]
         for link in [*(link for link in ranks if link in links), *cards]:
-            waiting.append(Message({link: links[link]}, collective=of))
+            waiting.append(Message({link: links[link]}, collective=of).in_turns(longest))
             offer()
 
     def ready(row, rank):
@@ -170,7 +200,7 @@ def simulate(program, cost, machine):
                 size = bytes[send]
                 source, to = int(table.rank[send]), int(table.to[send])
                 alpha = float(network.levels[level_of(network, source, to)].latency(np.array(size))) if size else 0.0
-                waiting.append(Message(path(network, source, to, size), alpha, row=send))
+                waiting.append(Message(of_message(send), alpha, row=send).in_turns(longest))
                 offer()
         return True
 

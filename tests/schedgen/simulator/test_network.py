@@ -46,7 +46,8 @@ def test_a_second_simulation_agrees(data):
     start, arrival = simulate_again(program, program.header.cost, machine)
     used = run.link_use()
     ends, same = used.start + used.length, np.diff(used.link) == 0
-    assert (used.start[1:][same] >= ends[:-1][same] - 1e-9).all()  # one at a time on each link
+    if not any(level.card for level in machine.network.levels):
+        assert (used.start[1:][same] >= ends[:-1][same] - 1e-9).all()  # one at a time on each link
     assert run.start.tolist() == start.tolist()
     assert run.arrival[program.rows_of(*MESSAGES)].tolist() == arrival.tolist()
 
