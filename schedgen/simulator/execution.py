@@ -58,12 +58,12 @@ class Queues(NamedTuple):
     # By message.
     order: Numbers  # in which they were ready, or had their last turn
     turns_left: Small
-    begun: Times  # of one with several turns: when the first began
     next_waiting: Ints  # the next message that waits at the same link; -1: none
     # By link.
     free_at: Times
     waiting: Ints  # the first message that waits; -1: none
     last_waiting: Ints
+    turn: Times  # by turn, as numbered by `Paths.first_turn`: when it began
     ready: Numbers  # shape (1,): the next of `order`
 
 
@@ -97,13 +97,9 @@ class Run(NamedTuple):
     tree: Times  # leaf by link and then by rank: when it is next
 
 
-def new_run(program: Program, members: Numbers, turns: Small, sums: Sums, links: int) -> Run:
-    """The state before anything has happened.
-
-    members  how many ranks enter each collective
-    turns    by message, as in `Paths`
-    """
-    rows, workers, collectives, messages = len(program), program.header.workers, len(members), len(turns)
+def new_run(program: Program, members: Numbers, paths: Paths, sums: Sums, links: int) -> Run:
+    """The state before anything has happened. `members`: how many ranks enter each collective."""
+    rows, workers, collectives, messages = len(program), program.header.workers, len(members), len(paths.turns)
     leaves = 1 << (links + workers - 1).bit_length()
     return Run(
         start=np.zeros(rows),
@@ -118,12 +114,12 @@ def new_run(program: Program, members: Numbers, turns: Small, sums: Sums, links:
         norm=np.full(1, -1),
         queues=Queues(
             order=np.zeros(messages, np.int64),
-            turns_left=turns.copy(),
-            begun=np.zeros(messages if (turns > 1).any() else 0),
+            turns_left=paths.turns.copy(),
             next_waiting=np.full(messages, -1, np.int32),
             free_at=np.zeros(links),
             waiting=np.full(links, -1, np.int32),
             last_waiting=np.full(links, -1, np.int32),
+            turn=np.zeros(paths.all_turns),
             ready=np.zeros(1, np.int64),
         ),
         freed=np.full(2 << (links - 1).bit_length(), np.inf),
@@ -298,13 +294,15 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, paths: Paths, sums: 
 
 @kernel
 def _occupy(now: float, begin: int, end: int, link: Ints, hold: Times, free_at: Times) -> int:
-    """Occupy the links of a path, if all are free. Returns -1, or the first link that is not."""
+    """Occupy the links of a path, if all are free. Returns -1, or the link that is the last to become free."""
+    busy, until = -1, now
     for k in range(begin, end):
-        if free_at[link[k]] > now:
-            return int(link[k])
-    for k in range(begin, end):
-        free_at[link[k]] = now + hold[k]
-    return -1
+        if free_at[link[k]] > now and free_at[link[k]] >= until:
+            busy, until = int(link[k]), free_at[link[k]]
+    if busy < 0:
+        for k in range(begin, end):
+            free_at[link[k]] = now + hold[k]
+    return busy
 
 
 @kernel
@@ -320,15 +318,16 @@ def _take_turn(message: int, now: float, paths: Paths, queues: Queues) -> int:
 
     Returns the link where it waits, for this turn or for the next one; -1: the last has started.
     """
-    begin, left = paths.first[message], queues.turns_left[message]
-    busy = _occupy(now, begin, paths.first[message + 1], paths.link, paths.hold, queues.free_at)
-    if busy >= 0 or left == 1:
+    begin, end, turns, left = paths.first[message], paths.first[message + 1], paths.turns[message], queues.turns_left
+    busy = _occupy(now, begin, end, paths.link, paths.hold, queues.free_at)
+    if busy >= 0 or turns == 1:
         return busy
-    if left == paths.turns[message]:
-        queues.begun[message] = now
-    queues.turns_left[message] -= 1
+    queues.turn[paths.first_turn[message] + turns - left[message]] = now
+    left[message] -= 1
+    if left[message] == 0:
+        return -1
     _put_last(message, queues)
-    return int(paths.link[begin])
+    return int(paths.link[end - 1])  # of a card: the others will be free
 
 
 @kernel

@@ -159,6 +159,12 @@ class Paths(NamedTuple):
     link: Ints
     hold: Times
     turns: Small  # by message: a power of two
+    first_turn: Numbers  # by message: of those with several, which are numbered; empty where there are none
+
+    @property
+    def all_turns(self) -> int:
+        """How many turns are numbered."""
+        return int(self.turns[self.turns > 1].sum(dtype=np.int64))
 
     def from_last_turn(self, lasts: Times) -> Times:
         """How long rows take; of messages, from the beginning of their last turn."""
@@ -168,6 +174,11 @@ class Paths(NamedTuple):
         rest = lasts.copy()
         rest[shared] -= (self.turns[shared] - 1) * self.hold[self.first[shared]]
         return rest
+
+
+def one_turn(messages: int) -> tuple[Small, Numbers]:
+    """The turns of as many messages, where each has one."""
+    return np.ones(messages, np.int8), np.zeros(0, np.int64)
 
 
 class Sums(NamedTuple):
@@ -261,7 +272,7 @@ class Links:
         link, hold = (
             np.stack(parts, axis=1, dtype=type)[is_used] for parts, type in ((links, np.int32), (holds, float))
         )
-        return Paths(np.concatenate([[0], np.cumsum(used)]), link, hold, np.ones(len(size), np.int8)), lasts
+        return Paths(np.concatenate([[0], np.cumsum(used)]), link, hold, *one_turn(len(size))), lasts
 
     def in_turns(self, paths: Paths) -> Paths:
         """The paths with turns for messages that cross a card: each of at most 1 / TURNS of the longest one's time."""
@@ -277,7 +288,8 @@ class Links:
             return paths
         turns = np.exp2(np.ceil(np.log2(np.maximum(TURNS * on_card / most, 1.0)))).astype(np.int8)
         hold = np.where(turns > 1, longest / turns, 0.0)[message]
-        return Paths(paths.first, paths.link, np.where(hold > 0, hold, paths.hold), turns)
+        first_turn = np.cumsum(np.where(turns > 1, turns, 0)) - turns
+        return Paths(paths.first, paths.link, np.where(hold > 0, hold, paths.hold), turns, first_turn)
 
     def sum_of(self, members: Sequence[int]) -> SumOfAByte:
         """What a sum of one byte over these ranks occupies.

@@ -31,7 +31,7 @@ from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes, message_b
 from schedgen.simulator.execution import Listed, Waiting, execute, new_run
 from schedgen.simulator.footprint import Footprint, footprint
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.network import Links, LinkUse, Paths, Sums
+from schedgen.simulator.network import Links, LinkUse, Paths, Sums, one_turn
 from schedgen.simulator.timeline import Timeline
 from schedgen.util.arrays import Ints, Numbers, Small, Times
 from schedgen.util.errors import UsageError
@@ -52,7 +52,7 @@ class Simulation:
     lasts: Times  # how long each row takes by itself; of rows of `MESSAGES`: how long the message or copy takes
     machine: Machine
     parts: Times  # by part of a sum: when it has crossed its link
-    begun: Times  # by message, and then by part: of one with several turns, when the first begins; or empty
+    turn: Times  # by turn of messages that have several: when it begins
 
     @cached_property
     def end(self) -> Times:
@@ -118,20 +118,18 @@ class Simulation:
         program, waits = self.program, analyse(self.program).waits
         links = Links(self.machine.network, program.header.workers)
         paths, sums = _paths(program, waits, self.sizes, links, self.lasts.copy())
-        message = np.repeat(np.arange(len(paths.first) - 1), np.diff(paths.first))
+        message = np.repeat(np.arange(len(paths.turns)), np.diff(paths.first))
+        place = np.repeat(np.arange(len(message)), paths.turns[message])  # on a path: an entry for every turn
+        nth = np.arange(len(place)) - np.searchsorted(place, place)
+        message, hold = message[place], paths.hold[place]
         row = np.concatenate([np.arange(len(program)), _entries(program, waits)[sums.collective]])[message]
-        hold, turns = paths.hold, paths.turns[message]
-        crossing = turns * hold  # and what is left of how long it takes is its latency
-        lasts = np.concatenate([self.lasts, np.zeros(len(self.parts))])[message]
-        lasts[message >= len(program)] = crossing[message >= len(program)]
-        arrival = np.concatenate([self.arrival, self.parts])[message]
-        start, length = arrival - lasts, hold.copy()
-        shared = turns > 1
-        start[shared] = self.begun[message[shared]]
-        length[shared] = (arrival - (lasts - crossing) - start)[shared]
-        used, link = np.unique(paths.link, return_inverse=True)
+        is_part, shared = message >= len(program), paths.turns[message] > 1
+        start = np.concatenate([self.arrival - self.lasts, self.parts])[message] - np.where(is_part, hold, 0.0)
+        if shared.any():
+            start[shared] = self.turn[(paths.first_turn[message] + nth)[shared]]
+        used, link = np.unique(paths.link[place], return_inverse=True)
         order, names = np.lexsort((start, link)), [links.names[k] for k in used]
-        return LinkUse(names, link[order], row[order], unit * start[order], unit * length[order])
+        return LinkUse(names, link[order], row[order], unit * start[order], unit * hold[order])
 
     def timeline(self, unit: float = 1.0) -> Timeline:
         """The simulation as a timeline; `unit`: microseconds per unit of its time."""
@@ -163,12 +161,12 @@ def simulate(program: Program, cost: Mapping[str, Amount] | None = None, machine
     waiting = Waiting(waits.first, waits.sends, partner, _awaited(program, waits), analysis.lifetimes.send_before)
     links = Links(machine.network, header.workers)
     paths, sums = _paths(program, waits, sizes, links, lasts)
-    run = new_run(program, waits.members, paths.turns, sums, links.count)
+    run = new_run(program, waits.members, paths, sums, links.count)
     execute.sized(4 * len(program))(listed, waiting, paths.from_last_turn(lasts), paths, sums, links.is_free, run)
     np.maximum(run.arrival, 0.0, out=run.arrival)
     arrival, parts = np.split(run.arrival, [len(program)])
     simulation = Simulation(
-        program, sizes, run.start, arrival, run.idle, run.cause, lasts, machine, parts, run.queues.begun
+        program, sizes, run.start, arrival, run.idle, run.cause, lasts, machine, parts, run.queues.turn
     )
     if len(copies) and machine.network.host.memory < np.inf:
         needed, host = simulation.footprint.host, machine.network.host
@@ -230,7 +228,7 @@ def _paths(program: Program, waits: Waits, sizes: BufferSizes, links: Links, las
         np.concatenate([[0], np.cumsum(links_of)]),
         np.concatenate([sent.link, link[part]]),
         np.concatenate([sent.hold, hold[part] * np.repeat(size, count)]),
-        np.ones(len(links_of), np.int8),
+        *one_turn(len(links_of)),
     )
     return links.in_turns(paths), Sums(first, np.repeat(np.arange(len(rows), dtype=np.int32), count), latency)
 
