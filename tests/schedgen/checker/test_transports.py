@@ -129,16 +129,3 @@ def test_a_bad_assignment_is_refused(tmp_path, capsys, text, words):
     (tmp_path / "bad.json").write_text(text)
     code, out, error = said(capsys, "check", LIST, "--transport", f"in-order:{tmp_path / 'bad.json'}")
     assert (code, out) == (1, "") and words in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    "words, error",
-    [
-        (("check", LIST, "--transport", "nccl"), "--transport 'nccl' is none of mpi, in-order:{one,rank,pair,edge,"),
-        (("repair", LIST), "repair needs either --transport or --fewest"),
-        (("repair", LIST, "--transport", "mpi"), "repair moves messages for a transport that delivers in order"),
-    ],
-)
-def test_wrong_use_is_one_sentence(capsys, words, error):
-    code, out, said_ = said(capsys, *words)
-    assert (code, out) == (2, "") and error in said_ and said_.count("\n") == 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from damage import sizes_of
 from edited_programs import comes_back, runs_with
+from scheme_sizes import sizes_of
 
 from schedgen.checker import check
 from schedgen.compiler.compile import compile

@@ -12,6 +12,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from drawn_programs import cases
 from examples import examples
 from hypothesis import given, settings
 from hypothesis.extra.numpy import arrays
@@ -86,18 +87,16 @@ def topological(draw, case):
     return n
 
 
-@given(st.data())
-def test_jobs_wait_for_pred_and_a_worker_runs_one_at_a_time(cases, data):
-    case = data.draw(cases)
+@given(st.data(), cases())
+def test_jobs_wait_for_pred_and_a_worker_runs_one_at_a_time(data, case):
     for jobs in (ordered(greedy, case, case.n), ordered(strict, case, topological(data.draw, case))):
         assert (jobs.start >= jobs.ready).all()
         for worker in range(case.sizes.workers):
             assert all(jobs.end[a] <= jobs.start[b] for a, b in itertools.pairwise(jobs.on(worker)))
 
 
-@given(st.data())
-def test_greedy_is_work_conserving_and_takes_the_smallest_n(cases, data):
-    case = data.draw(cases)
+@given(st.data(), cases())
+def test_greedy_is_work_conserving_and_takes_the_smallest_n(data, case):
     jobs = ordered(greedy, case, case.n)
     for worker in range(case.sizes.workers):
         on_worker = jobs.on(worker)
@@ -109,9 +108,8 @@ def test_greedy_is_work_conserving_and_takes_the_smallest_n(cases, data):
             assert not overtaken, f"worker {worker} takes {job} before {overtaken}"
 
 
-@given(st.data())
-def test_strict_runs_in_increasing_n_as_early_as_it_can(cases, data):
-    case = data.draw(cases)
+@given(st.data(), cases())
+def test_strict_runs_in_increasing_n_as_early_as_it_can(data, case):
     n = topological(data.draw, case)  # such an n never deadlocks
     jobs = ordered(strict, case, n)
     for worker in range(case.sizes.workers):
@@ -171,10 +169,9 @@ def slowly(graph, worker, n, length, caps, memory, redone):
     return start
 
 
-@given(st.data())
+@given(st.data(), cases())
 @settings(max_examples=examples(50))
-def test_with_limits_greedy_takes_the_smallest_n_that_they_let_through(cases, data):
-    case = data.draw(cases)
+def test_with_limits_greedy_takes_the_smallest_n_that_they_let_through(data, case):
     directions, S, batches = case.compute.shape
     graph = job_graph(StageGraph(S, chain(S)), batches, directions)
     caps = np.array(data.draw(st.lists(st.integers(1, 3), min_size=S, max_size=S)))
@@ -196,11 +193,6 @@ def refusal(mode, n, w=lambda s, b, d: (s, s), stages=2, **more):
     return str(caught.value)
 
 
-def test_strict_ties_name_both_jobs():
-    message = refusal("strict", lambda s, b, d: s + d)
-    assert "F(0, 0) and F(0, 1) on worker 0 both have n = 0" in message
-
-
 @given(arrays(np.int32, (2, 3, 2), elements=st.integers(0, 3)))
 def test_strict_refuses_every_tie_within_a_worker_and_no_tie_between_workers(n):
     jobs = job_graph(StageGraph(3, chain(3)), 2, 2)
@@ -209,13 +201,6 @@ def test_strict_refuses_every_tie_within_a_worker_and_no_tie_between_workers(n):
     if len(np.unique(n)) < n.size:
         with pytest.raises(UsageError, match="must differ within a worker"):
             strict(jobs, alone * 0, n.ravel(), lengths(jobs))
-
-
-def test_an_n_that_deadlocks_names_the_jobs_that_wait_for_each_other():
-    # Worker 0 wants B(0, 0) before F(0, 0), which it needs.
-    message = refusal("strict", lambda s, b, d: 2 * b - d + 0 * s)
-    assert message.startswith("n stops the schedule: ")
-    assert "B(0, 0) on worker 0 waits for F(0, 0)" in message and "F(0, 0) on worker 0 waits for B(0, 0)" in message
 
 
 def test_a_cap_that_deadlocks_names_the_jobs_that_wait_for_each_other():
@@ -231,10 +216,6 @@ def test_a_cap_that_deadlocks_names_the_jobs_that_wait_for_each_other():
     assert message.startswith("cap stops the schedule: ")
     for words in ("F(1, 1) on worker 2", "F(2, 0) on worker 3", "waits for"):
         assert words in message
-
-
-def test_cap_is_for_greedy():
-    assert "--mode greedy" in refusal("strict", lambda s, b, d: b, cap=lambda s: 1)
 
 
 def test_redoing_forwards_costs_what_r_says():

@@ -317,6 +317,7 @@ def test_what_torchs_lists_cannot_say_is_refused_by_name(run, graph_file, refuse
         (("fsdp", "--stages", 4, "--shards", 2), "torch's lists have no FETCH_W, which brings weights to their jobs"),
         (("chimera", "--stages", 4), "torch's lists have no stage on several ranks, as stage 0 is"),
         (("1f1b", "--stages", 4, "--recompute", "0.1"), "torch's lists have no RECOMPUTE"),
+        (("pipedream", "--stages", 4), "torch's lists have no versions"),
         (("1f1b", "--stages", 4, "--forward"), "torch's lists have no forwards without backwards"),
     ):
         assert run("compile", *options, *sizes).code == 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from damage import sizes_of
 from edited_programs import runs_with
 from examples import examples
 from hypothesis import assume, given, settings
+from scheme_sizes import sizes_of
 
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
@@ -79,19 +79,3 @@ def test_a_w_of_t_places_the_slices_of_each_replica(tmp_path):
     program = compile(load(tmp_path / "mine.py", sizes, tensor=2), sizes, Options(n="1f1b", tensor=2))
     runs_with(check(program), program)
     assert program.header.compute[0, :, :2].tolist() == [[0, 4], [2, 6], [1, 5], [3, 7]]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (("zb-v", "--workers", 3), "--replicas 2: 3 workers are no multiple of it"),
-        (("1f1b", "--microbatches", 1), "--replicas 2: each needs a microbatch, not 1 microbatch for all"),
-        (("1f1b", "--replicas", "2,2,1,1"), "1f1b takes one number of --replicas, those of the whole scheme"),
-        (("mine.py",), "mine with --replicas needs --workers, those of all replicas"),
-    ],
-)
-def test_what_is_no_number_of_replicas_is_refused(run, tmp_path, monkeypatch, arguments, reason):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("def w(s, b, d):\n    return s, s\ndef n(s, b, d):\n    return 2 * b + d")
-    ended = run("compile", "--stages", 4, "--microbatches", 4, "--replicas", 2, "--output", "-", *arguments)
-    assert ended.code == 2 and reason in ended.err

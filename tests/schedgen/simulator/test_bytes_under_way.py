@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from drawn_programs import cases
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,9 +45,9 @@ def slow(program, sizes):
 
 
 @settings(max_examples=examples(40))
-@given(st.data())
-def test_every_transfer_counts_until_somebody_waits_for_it(cases, data):
-    program = data.draw(cases).compile()
+@given(st.data(), cases())
+def test_every_transfer_counts_until_somebody_waits_for_it(data, case):
+    program = case.compile()
     header = program.header
     rank = data.draw(st.integers(0, header.workers - 1))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from drawn_programs import cases
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -13,9 +14,8 @@ from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.stats import stats
 
 
-@given(st.data())
-def test_no_schedule_is_below_its_bounds(cases, data):
-    case = data.draw(cases)
+@given(st.data(), cases())
+def test_no_schedule_is_below_its_bounds(data, case):
     program = case.compile()
     assert stats(program)["gap"] >= -1e-9
     times = arrays(np.float64, case.sizes.stages, elements=st.integers(1, 5))

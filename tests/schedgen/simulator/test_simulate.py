@@ -4,6 +4,7 @@ import json
 import math
 
 import numpy as np
+from drawn_programs import cases
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,10 +40,10 @@ def test_a_link_carries_one_message_at_a_time():
     assert run.arrival[sends].tolist() == [4, 7, 10]
 
 
-@given(st.data())
-def test_time_adds_up_on_every_rank(cases, data):
+@given(st.data(), cases())
+def test_time_adds_up_on_every_rank(data, case):
     """Busy and idle time of a rank are all the time to its end; nothing arrives before it is sent."""
-    program = data.draw(cases).compile()
+    program = case.compile()
     machine = Machine(
         alpha=data.draw(st.sampled_from([0, 0.5, 3])), beta=data.draw(st.sampled_from([0, 0.25])), weight=3
     )
@@ -61,10 +62,9 @@ def test_time_adds_up_on_every_rank(cases, data):
     assert run.end[work].max() >= busy.max()
 
 
-@given(st.data())
-def test_messages_that_take_no_time_change_no_start_of_a_greedy_order(cases, data):
+@given(cases())
+def test_messages_that_take_no_time_change_no_start_of_a_greedy_order(case):
     """Where all weights are at home and nothing is recomputed, the list runs as its jobs were ordered."""
-    case = data.draw(cases)
     case = case._replace(
         weights=case.compute, compute=np.broadcast_to(case.compute[:1], case.compute.shape), recompute=[]
     )

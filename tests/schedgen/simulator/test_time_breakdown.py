@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+from drawn_programs import cases
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -71,9 +72,9 @@ def test_weights_that_travel_are_waited_for_as_transfers():
 
 
 @settings(max_examples=examples(40))
-@given(st.data())
-def test_time_adds_up_and_agrees_with_the_simulation(cases, data):
-    program = data.draw(cases).compile()
+@given(st.data(), cases())
+def test_time_adds_up_and_agrees_with_the_simulation(data, case):
+    program = case.compile()
     costs = {key: data.draw(st.sampled_from([0, 0.5, 3])) for key in ("alpha", "beta", "step")}
     run = simulate(program, program.header.cost, Machine(**costs, weight=3))
     found = time_breakdown(program, run.timeline())
