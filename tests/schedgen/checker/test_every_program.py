@@ -14,6 +14,7 @@ from random import Random
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from compiled import compiled
 from drawn_programs import programs
 from edited_programs import comes_back, refused_less_or_twice, runs_with, taken
 from examples import examples, further
@@ -25,12 +26,8 @@ from slow_memory_plan import hold, peaks_of_timeline, random_bytes
 import schedgen.checker
 from schedgen.analysis import analyse
 from schedgen.checker import RULES, check
-from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
-from schedgen.schemes import load
-from schedgen.schemes.scheme import Sizes
 from schedgen.util.errors import RefusedFile
 
 MUTANTS = 20  # of every program
@@ -261,7 +258,7 @@ def test_damage_of_a_rule_s_kind_is_refused_by_that_rule(rule, damage, features,
 def test_two_ranks_that_wait_for_each_other_are_refused_by_rule_4(data):
     """A RECV of a gradient stands after a SEND whose receiver must first send that gradient."""
     S, batches = data.draw(st.integers(2, 5)), data.draw(st.integers(3, 8))
-    program = compile(load("1f1b", Sizes(S, batches)), Sizes(S, batches), Options(prefetch=0))
+    program = compiled("1f1b", S, batches, prefetch=0)
     table = program.rows
     found = []
     for row in having(program, Op.RECV)[table.kind[having(program, Op.RECV)] == Kind.G]:

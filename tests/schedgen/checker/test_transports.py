@@ -6,6 +6,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from compiled import compiled
 from examples import examples
 from in_order import CARRIERS, assigned, outcomes, shuffled
 from processes import ROOT
@@ -16,10 +17,7 @@ from schedgen.checker.deadlock import rule_4
 from schedgen.checker.proof import Proof
 from schedgen.checker.repair import repair
 from schedgen.cli.main import main as schedgen
-from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
 from schedgen.ir.transport import NAMES, Transport, read_transport
-from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.util.errors import RefusedFile
 
@@ -65,10 +63,10 @@ def test_verdicts_are_those_of_all_interleavings_and_repairs_are_safe():
 def test_what_is_compiled_for_a_transport_is_safe_there_and_on_mpi(name):
     transport = read_transport(name)
     for scheme, sizes in (("zb-v", Sizes(4, 6)), ("fsdp", Sizes(4, 6, 4)), ("lpp", Sizes(4, 6, 4, groups=2))):
-        program = compile(load(scheme, sizes), sizes, Options(in_order=transport))
+        program = compiled(scheme, sizes, in_order=transport)
         check(program, transport=transport)
         check(program)
-        default = compile(load(scheme, sizes), sizes)
+        default = compiled(scheme, sizes)
         again = repair(default, "default", transport).program
         check(again, transport=transport)
         check(again)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from compiled import compiled, sizes_of
 from edited_programs import comes_back, runs_with
-from scheme_sizes import sizes_of
 
 from schedgen.checker import check
-from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
-from schedgen.schemes import SCHEMES, load
+from schedgen.schemes import SCHEMES
 from schedgen.util.errors import UsageError
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_every_scheme_is_proved_and_runs_and_comes_back_with_every_feature(name):
-    sizes, compiled = sizes_of(name), []
+    sizes, found = sizes_of(name), []
     for feature, more, options in (
         ("none", {}, {}),
         ("tied", {}, {"tied": [(0, sizes.stages - 1)]}),
@@ -34,14 +32,14 @@ def test_every_scheme_is_proved_and_runs_and_comes_back_with_every_feature(name)
     ):
         sized = sizes._replace(**more)
         try:
-            program = compile(load(name, sized, options.get("tensor", 1)), sized, Options(**options))
+            program = compiled(name, sized, **options)
         except UsageError:
             continue  # it does not go with this scheme
-        compiled.append(feature)
+        found.append(feature)
         runs_with(check(program), program)
         comes_back(program)
-    assert set(compiled) >= {"none", "recompute", "replicas"}
+    assert set(found) >= {"none", "recompute", "replicas"}
     if name not in ("pipedream", "pipedream-2bw"):
-        assert set(compiled) >= {"tied", "slices", "forward", "forward of slices", "replicas of slices"}
-        assert name in ("fsdp", "fslpp") or set(compiled) >= {"stash", "stash of replicas"}
-        assert name in ("ddp", "lpp", "chimera") or "shards over replicas" in compiled
+        assert set(found) >= {"tied", "slices", "forward", "forward of slices", "replicas of slices"}
+        assert name in ("fsdp", "fslpp") or set(found) >= {"stash", "stash of replicas"}
+        assert name in ("ddp", "lpp", "chimera") or "shards over replicas" in found

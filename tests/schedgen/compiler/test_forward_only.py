@@ -3,13 +3,13 @@
 import json
 
 import pytest
+from compiled import compiled, sizes_of
 from drawn_programs import programs
 from edited_programs import comes_back, runs_with, written
 from examples import examples
 from hypothesis import given, settings
-from scheme_sizes import sizes_of
 
-from schedgen import Options, Sizes, check, compile, forward_list
+from schedgen import Options, check, compile, forward_list
 from schedgen.ir.instructions import FORWARD_OPS, Op
 from schedgen.schemes import SCHEMES, load
 
@@ -53,22 +53,15 @@ def test_the_forwards_of_any_program_run_in_its_order_on_its_workers(training):
     assert new.tensor_parallel == old.tensor_parallel
 
 
-def one_f_one_b(microbatches):
-    sizes = Sizes(4, microbatches)
-    return compile(load("1f1b", sizes), sizes)
-
-
 def test_an_output_is_freed_where_the_loss_has_been_read():
-    program = forward_list(one_f_one_b(8))
+    program = forward_list(compiled("1f1b", 4, 8))
     ops = [(Op(i.op), i.buffer if i.op == Op.FREE else "") for i in program.instructions(3)]
     for b, at in enumerate(at for at, (op, _) in enumerate(ops) if op == Op.FWD):
         assert ops[at + 1 : at + 3] == [(Op.FREE, f"x.2.{b}"), (Op.FREE, f"x.3.{b}")]
     memory = check(program)
     assert memory.saved.max() == 0
-    assert memory.activation.tolist() == check(forward_list(one_f_one_b(16))).activation.tolist() == [3, 6, 6, 4]
-
-
-# What is refused
+    longer = check(forward_list(compiled("1f1b", 4, 16)))
+    assert memory.activation.tolist() == longer.activation.tolist() == [3, 6, 6, 4]
 
 
 # Commands that read schedules read these lists

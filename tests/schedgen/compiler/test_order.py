@@ -12,6 +12,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from compiled import compiled
 from drawn_programs import cases
 from examples import examples
 from hypothesis import given, settings
@@ -138,7 +139,7 @@ def textbook(scheme, S, batches, s):
 @pytest.mark.parametrize("scheme", ["1f1b", "gpipe"])
 def test_every_worker_runs_the_textbook_list(scheme, S):
     for batches in range(1, 17) if S < 16 else (7, 16, 33, 64):
-        program = compile(load(scheme, Sizes(S, batches)), Sizes(S, batches))
+        program = compiled(scheme, S, batches)
         for s in range(S):
             assert compute_order(program, s) == textbook(scheme, S, batches, s), f"B={batches}, worker {s}"
 

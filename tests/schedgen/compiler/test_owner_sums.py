@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from compiled import compiled
 from edited_programs import comes_back, refused_less_or_twice, runs_with, taken
 
 from schedgen.checker import check
-from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
 from schedgen.compiler.sum_trees import RING, SUMS, TWO_LEVEL, sum_trees
 from schedgen.ir.instructions import Kind, Op
-from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.buffer_sizes import buffer_sizes, message_bytes
 from schedgen.simulator.machine import Machine
@@ -27,9 +25,9 @@ def hosts_of(devices):
     return lambda workers: np.arange(workers, dtype=np.int32) // devices
 
 
-def compiled(name, sums, workers, stages=2, devices=4, microbatches=None, **sizes):
+def summed(name, sums, workers, stages=2, devices=4, microbatches=None, **sizes):
     sized = Sizes(stages, microbatches or 2 * workers, workers, **sizes)
-    return compile(load(name, sized), sized, Options(sums=sums, hosts=hosts_of(devices)))
+    return compiled(name, sized, sums=sums, hosts=hosts_of(devices))
 
 
 @pytest.mark.parametrize("sums", BY_MESSAGES)
@@ -39,7 +37,7 @@ def test_every_scheme_is_proved_and_runs(sums, workers):
     cases = [("ddp", {}), ("fsdp", half), ("1f1b", half), ("lpp", {"groups": 2}), ("zb-v", half | {"stages": workers})]
     for name, sizes in cases if workers % 2 == 0 else [("ddp", {})]:
         for devices in (1, 3, 4):
-            program = compiled(name, sums, workers, devices=devices, **({"stages": workers} | sizes))
+            program = summed(name, sums, workers, devices=devices, **({"stages": workers} | sizes))
             runs_with(check(program), program)
             assert not program.is_one_of(Op.ALLREDUCE).any()
     comes_back(program)
@@ -53,7 +51,7 @@ def of_sums(program):
 @pytest.mark.parametrize("sums", BY_MESSAGES)
 @pytest.mark.parametrize(("name", "sizes"), [("ddp", {}), ("fsdp", {"replicas": 2})])
 def test_a_row_of_a_sum_less_twice_or_swapped_is_refused_or_changes_nothing(sums, name, sizes):
-    program = compiled(name, sums, 4, devices=2, microbatches=4, **sizes)
+    program = summed(name, sums, 4, devices=2, microbatches=4, **sizes)
     rows = of_sums(program)
     for row in rows.tolist():
         refused_less_or_twice(program, row, row)
@@ -74,7 +72,7 @@ def test_two_levels_carry_no_more_between_hosts_than_any_sum_must(workers):
     devices, hosts, size = workers // 8 * 4 if workers == 8 else 8, 2 if workers == 8 else 8, 2**20
     carried = {}
     for sums in (RING, TWO_LEVEL):
-        program = compiled("ddp", sums, workers, stages=1, devices=devices, microbatches=workers)
+        program = summed("ddp", sums, workers, stages=1, devices=devices, microbatches=workers)
         sends = program.rows_of(Op.SEND)
         bytes = message_bytes(program, buffer_sizes(Machine(weight=size), 1), sends)
         out, to = (hosts_of(devices)(workers)[ranks] for ranks in (program.rows.rank[sends], program.rows.to[sends]))
@@ -89,7 +87,7 @@ def test_two_levels_are_faster_than_the_rest_between_slow_hosts():
     network = topology(2, 2, (2e-6, 1e-3), (1 / 9e9, 1 / 12.5e6))  # 100 Mbit/s, 1 ms
     machine, times = Machine(weight=2_000_000).on(network), {}
     for sums in SUMS:
-        program = compiled("ddp", sums, 4, stages=4, devices=2, microbatches=8)
+        program = summed("ddp", sums, 4, stages=4, devices=2, microbatches=8)
         times[sums] = simulate(program, {"F": 0.02, "B": 0.04}, machine).end.max()
     assert min(times, key=times.__getitem__) == TWO_LEVEL
     assert times[TWO_LEVEL] < 0.7 * times["allreduce"]  # a card carries half the bytes

@@ -6,13 +6,13 @@ import json
 
 import numpy as np
 import pytest
+from compiled import compiled
 
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import Program
-from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.buffer_sizes import buffer_sizes
 from schedgen.simulator.footprint import LINE, footprint
@@ -20,11 +20,6 @@ from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 from schedgen.simulator.stats import simulation_numbers
 from schedgen.util.errors import RefusedFile, UsageError
-
-
-def compiled(name="1f1b", stages=2, microbatches=2, tensor=2, workers=None, **more):
-    sizes = Sizes(stages, microbatches, workers)
-    return compile(load(name, sizes, tensor), sizes, Options(tensor=tensor, **more))
 
 
 def listed(program, rank):
@@ -40,14 +35,9 @@ def jobs(program, rank):
 
 
 def test_a_slice_is_a_stage_of_its_own_and_exchanges_what_it_gives():
-    program = compiled(stages=2, microbatches=1, prefetch=0)
-    header = program.header
-    assert (header.workers, header.stages, header.tensor_parallel.degree, header.tensor_parallel.replicated) == (
-        4,
-        4,
-        2,
-        (1,),
-    )
+    program = compiled("1f1b", 2, 1, tensor=2, prefetch=0)
+    header, slices = program.header, program.header.tensor_parallel
+    assert (header.workers, header.stages, slices.degree, slices.replicated) == (4, 4, 2, (1,))
     assert header.graph.edges == ((0, 2), (1, 3)) and header.owners == ((0,), (1,), (2,), (3,))
     assert header.tied == ((0, 1),)  # slices share what is not cut; a replicated stage's are copies
     assert header.groups == ((0, 1, 2, 3), (0, 1))
@@ -67,16 +57,16 @@ def test_a_slice_is_a_stage_of_its_own_and_exchanges_what_it_gives():
 
 
 def test_gradients_of_a_split_stage_are_exchanged_before_they_leave():
-    part = listed(compiled(stages=3, microbatches=1, replicated_stages=(0,)), 2)
+    part = listed(compiled("1f1b", 3, 1, tensor=2, replicated_stages=(0,)), 2)
     place = part.index('{"op": "BWD", "stage": 2, "mb": 0}')
     exchange = part.index('{"op": "ALLREDUCE", "buf": "g.0.0", "group": 1}')
     assert place < exchange < part.index('{"op": "SEND", "buf": "g.0.0", "to": 0}')
 
 
 def test_substages_run_one_behind_the_other():
-    program = compiled("1f1b", 2, 3, tensor=1, substages=3)
+    program = compiled("1f1b", 2, 3, substages=3)
     assert program.header.graph.edges == tuple((s, s + 1) for s in range(5)) and program.header.workers == 2
-    undivided = compiled("1f1b", 2, 3, tensor=1)
+    undivided = compiled("1f1b", 2, 3)
     for rank in range(2):
         order = [
             (op, 3 * s + p, b)
@@ -130,9 +120,7 @@ def test_slices_of_a_replicated_stage_that_would_drift_apart_are_refused(run, re
     assert message.startswith(
         "schedgen: w: the copies of replicated stage 0 would drift apart, for its slices 0 and 1 "
     )
-    sizes = Sizes(1, 4, 4)
-    options = Options(tensor=2, substages=8, replicated_stages=(0,))
-    program = compile(load(str(path), sizes, 2), sizes, options)
+    program = compiled(str(path), 1, 4, 4, tensor=2, substages=8, replicated_stages=(0,))
     words = r"program:\d+: rank 1: dw.1 is not added up in the order and grouping of dw.0, .* \(rule 11: "
     with pytest.raises(RefusedFile, match=words):
         check(program)
@@ -141,13 +129,13 @@ def test_slices_of_a_replicated_stage_that_would_drift_apart_are_refused(run, re
 @pytest.mark.parametrize(
     ("op", "name", "sizes", "more"),
     [
-        (Op.BWD, "gpipe", (1, 2, 2), {}),
-        (Op.ADD, "fsdp", (2, 4, 2, 8), {"replicated_stages": (0,), "fan_out": 8}),
+        (Op.BWD, "gpipe", (1, 2), {}),
+        (Op.ADD, "fsdp", (2, 4, 8), {"replicated_stages": (0,), "fan_out": 8}),
     ],
 )
 def test_another_order_on_one_slice_of_a_replicated_stage_is_refused(op, name, sizes, more):
     """The same change on all slices is right."""
-    program = compiled(name, *sizes, **more)
+    program = compiled(name, *sizes, tensor=2, **more)
     check(program)
     order = np.arange(len(program))
     for slice in (1, 0):
@@ -172,7 +160,7 @@ X_SUM, G_SUM = ({"op": "ALLREDUCE", "buf": buf} for buf in ("x.2.0", "g.0.0"))
 
 def test_an_exchange_is_on_all_links_and_the_rank_waits_for_it():
     T, alpha, beta, size = 3, 0.5, 0.01, 90
-    program = compiled("ddp", stages=2, microbatches=1, tensor=T, workers=T)
+    program = compiled("ddp", 2, 1, T, tensor=T)
     run = simulate(program, {"F": 1, "B": 2}, Machine(alpha, beta, activation=size))
     ring = 2 * (T - 1) * beta * size / T + 2 * alpha
     numbers = simulation_numbers(program, run)
@@ -182,10 +170,10 @@ def test_an_exchange_is_on_all_links_and_the_rank_waits_for_it():
 
 
 def test_the_room_for_exchanges_is_counted():
-    program = compiled("ddp", stages=3, microbatches=2, tensor=2, workers=2)
+    program = compiled("ddp", 3, 2, 2, tensor=2)
     size = 1000
     part = -(-size // (2 * LINE)) * LINE
-    none = compiled("ddp", stages=3, microbatches=2, tensor=2, workers=2, replicated_stages=(0, 1))
+    none = compiled("ddp", 3, 2, 2, tensor=2, replicated_stages=(0, 1))
     sizes = buffer_sizes(Machine(activation=size), program.header.stages)
     assert (footprint(program, sizes).owned - footprint(none, sizes).owned == size + part).all()
 

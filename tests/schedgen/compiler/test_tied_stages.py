@@ -6,23 +6,16 @@ import json
 
 import numpy as np
 import pytest
+from compiled import compiled, sizes_of
 from edited_programs import runs_with, taken
-from scheme_sizes import sizes_of
 
 from schedgen.checker import check
-from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
 from schedgen.ir.instructions import Kind, Op
-from schedgen.schemes import SCHEMES, load
+from schedgen.schemes import SCHEMES
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 
 TIED = [name for name in SCHEMES if name not in ("pipedream", "pipedream-2bw")]  # whose stages step one by one
-
-
-def compiled(scheme, tied, **options):
-    sizes = sizes_of(scheme)
-    return compile(load(scheme, sizes), sizes, Options(tied=tied, **options))
 
 
 def ties(program):
@@ -32,7 +25,7 @@ def ties(program):
 
 @pytest.mark.parametrize("scheme", TIED)
 def test_a_tie_adds_its_sum_and_changes_nothing_else(scheme):
-    plain, program = compiled(scheme, []), compiled(scheme, [[0, sizes_of(scheme).stages - 1]])
+    plain, program = compiled(scheme, tied=[]), compiled(scheme, tied=[[0, sizes_of(scheme).stages - 1]])
     rest = taken(program, np.delete(np.arange(len(program)), ties(program)))
 
     def lists(program):
@@ -45,7 +38,7 @@ def test_a_tie_adds_its_sum_and_changes_nothing_else(scheme):
 
 
 def test_owners_on_one_worker_are_a_group_of_one():
-    program = compiled("zb-v", [[0, 7]])
+    program = compiled("zb-v", tied=[[0, 7]])
     assert (0,) in program.header.groups
     assert [str(program.instruction(row)) for row in ties(program)] == [
         f'{{"op": "ALLREDUCE", "buf": "t.0", "group": {program.header.groups.index((0,))}}}'
@@ -53,7 +46,7 @@ def test_owners_on_one_worker_are_a_group_of_one():
 
 
 def test_ties_are_sorted_and_each_is_there_once():
-    program = compiled("1f1b", [[3, 1], [2, 0, 1], [1, 3]])
+    program = compiled("1f1b", tied=[[3, 1], [2, 0, 1], [1, 3]])
     assert program.header.tied == ((0, 1, 2), (1, 3))
     entered = [(int(program.rows.rank[row]), int(program.rows.stage[row])) for row in ties(program)]
     assert entered == [(0, 0), (1, 0), (1, 1), (2, 0), (3, 1)]
@@ -61,10 +54,11 @@ def test_ties_are_sorted_and_each_is_there_once():
 
 def test_there_may_be_more_ties_than_stages():
     tied = [[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]]
-    program = compiled("fsdp", tied)
+    program = compiled("fsdp", tied=tied)
     runs_with(check(program), program)
     assert program.rows.stage[ties(program)].max() == 5
-    peaks = (simulate(each, {"F": 1, "B": 2}, Machine()).footprint.peak for each in (program, compiled("fsdp", [])))
+    both = program, compiled("fsdp")
+    peaks = (simulate(each, {"F": 1, "B": 2}, Machine()).footprint.peak for each in both)
     assert np.array_equal(*peaks)
 
 
@@ -81,14 +75,14 @@ def test_there_may_be_more_ties_than_stages():
 def test_norm_waits_for_the_ring_of_a_tie(scheme, bytes_of_stages, ring):
     machine = Machine(alpha=0.5, beta=0.25, weight=bytes_of_stages)
     cost = {"F": 1, "B": 2}
-    plain, tied = (simulate(compiled(scheme, ties), cost, machine).end.max() for ties in ([], [[0, 3]]))
+    plain, tied = (simulate(compiled(scheme, tied=ties), cost, machine).end.max() for ties in ([], [[0, 3]]))
     assert tied == plain + ring
 
 
 def test_a_tie_on_one_worker_takes_no_time():
     machine = Machine(alpha=0.5, beta=0.25, weight=8)
     cost = {"F": 1, "I": 1, "W": 1}
-    plain, tied = (simulate(compiled("zb-v", ties), cost, machine).end.max() for ties in ([], [[0, 7]]))
+    plain, tied = (simulate(compiled("zb-v", tied=ties), cost, machine).end.max() for ties in ([], [[0, 7]]))
     assert tied == plain
 
 

@@ -7,15 +7,13 @@ import json
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from compiled import compiled
 from edited_programs import written
 from hypothesis import given
 
 from schedgen.checker import check
-from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.weight_shards import shard_offsets
-from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.buffer_sizes import BufferSizes
 from schedgen.simulator.footprint import footprint
@@ -30,10 +28,6 @@ def w(s, b, d, k, *, workers):
 def n(s, b, d, *, stages):
     return b * 2 * stages + np.where(d == 0, s, 2 * stages - 1 - s)
 """
-
-
-def compiled(name, sizes, **options):
-    return compile(load(name, sizes), sizes, Options(**options))
 
 
 @given(st.integers(0, 10_000), st.integers(1, 70))

@@ -7,15 +7,13 @@ import json
 
 import numpy as np
 import pytest
+from compiled import compiled
 from edited_programs import runs_with
 from examples import further
 
 from schedgen.checker import check, check_compiled
-from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
 from schedgen.ir.instructions import Op
 from schedgen.report.chakra import dependencies
-from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.stats import stats
 from schedgen.util.errors import UsageError
@@ -23,9 +21,9 @@ from schedgen.util.errors import UsageError
 UPDATES = ("stash", "vertical")
 
 
-def compiled(replicas, microbatches, updates="stash", **options):
+def pipedream(replicas, microbatches, updates="stash", **options):
     sizes = Sizes(len(replicas), microbatches, replicas=tuple(replicas))
-    return compile(load("pipedream", sizes), sizes, Options(updates=updates, **options))
+    return compiled("pipedream", sizes, updates=updates, **options)
 
 
 def jobs(program, *ops):
@@ -42,7 +40,7 @@ def jobs(program, *ops):
 def test_a_straight_pipeline_uses_the_versions_of_the_papers_formulas(stages, updates):
     """PipeDream, section 3.3: w^(t-n+1), ..., w^(t) with stashing, w^(t-n+1) everywhere with vertical sync."""
     for microbatches in (1, 2, 5, 8, 13, 20):
-        program = compiled([1] * stages, microbatches, updates)
+        program = pipedream([1] * stages, microbatches, updates)
         delay = [stages - 1 - (s if updates == "stash" else 0) for s in range(stages)]
         every = itertools.product(range(stages), range(microbatches))
         expected = {(s, b): max(0, b - delay[s]) for s, b in every}
@@ -58,7 +56,7 @@ def test_a_straight_pipeline_uses_the_versions_of_the_papers_formulas(stages, up
 
 def buffered(stages, microbatches, m, replicas=1):
     sizes = Sizes(stages, microbatches, group=m, replicas=(replicas,) * stages)
-    return compile(load("pipedream-2bw", sizes), sizes)
+    return compiled("pipedream-2bw", sizes)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, *further(3)])
@@ -81,7 +79,7 @@ def test_two_buffers_use_the_versions_of_the_paper_s_formula(stages, replicas):
 @pytest.mark.parametrize("replicas", [(1,), (4,), (3, 1), (1, 4), (2, 3), (3, 1, 2), (1, 2, 3)])
 def test_all_replicas_compile_check_and_run(replicas, updates):
     for microbatches in {max(replicas), max(replicas) + 2, 7}:
-        program = compiled(replicas, microbatches, updates)
+        program = pipedream(replicas, microbatches, updates)
         runs_with(check(program), program)
 
 
@@ -118,15 +116,15 @@ IN_A_CIRCLE = "mode = 'strict'\nw = lambda s, b, d: 2 * ((s + b) % 2,)\nn = lamb
     ids=["backwards out of order", "first stage first", "in a circle"],
 )
 def test_an_order_that_cannot_update_is_one_sentence(scheme, words, tmp_path):
-    path, sizes = tmp_path / "mine.py", Sizes(2, 2)
+    path = tmp_path / "mine.py"
     path.write_text(f"updates = 'vertical'\n{scheme}")
     with pytest.raises(UsageError, match=f"^--updates vertical: .*{words}"):
-        check_compiled(compile(load(str(path), sizes), sizes))
+        check_compiled(compiled(str(path), 2, 2))
 
 
 @pytest.mark.parametrize("updates", UPDATES)
 def test_a_chakra_node_depends_on_the_step_that_made_its_version(updates):
-    program = compiled((2, 1), 8, updates)
+    program = pipedream((2, 1), 8, updates)
     for rank in range(program.header.workers):
         listed = program.instructions(rank)
         made = {(i.stage, i.version): at for at, i in enumerate(listed) if i.op == Op.STEP}

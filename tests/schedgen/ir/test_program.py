@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from compiled import compiled
 
-from schedgen.compiler.compile import compile
 from schedgen.ir.instructions import Op
 from schedgen.ir.program import rows
-from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 
 SIZES = Sizes(4, 40, 4)
-PROGRAM = compile(load("1f1b", SIZES), SIZES)
+PROGRAM = compiled("1f1b", SIZES)
 LAST = len(PROGRAM) - 1
 AFTER = {
     "nowhere": [],

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compiled import compiled
 from examples import further
 
 from schedgen.checker import check
@@ -54,7 +55,7 @@ def test_every_scheme_is_tried_but_those_that_another_one_is(every):
     assert names == {*SCHEMES} - {"depth-first", "pipedream", "pipedream-2bw"}
     sizes = Sizes(8, 8, 4)
     grouped = sizes._replace(groups=1)
-    a, b = compile(load("depth-first", sizes), sizes), compile(load("lpp", grouped), grouped)
+    a, b = compiled("depth-first", sizes), compiled("lpp", grouped)
     assert all((x == y).all() for x, y in zip(a.rows, b.rows, strict=True))
     for name in ("1f1b", "zb-h1", "interleaved-1f1b", "lpp"):
         assert {2, 1 if name != "lpp" else 4} <= {c.replicas for c in every if c.name in (name, "ddp")}

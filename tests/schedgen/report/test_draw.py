@@ -7,21 +7,19 @@ import re
 
 import numpy as np
 import pytest
+from compiled import compiled
 from terminal import in_terminal
 
 from schedgen.checker import checked
-from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
 from schedgen.report.draw.colours import HELD, LOOKS, SHARE_COLOURS, TRACK, colours
 from schedgen.report.draw.scene import build_scene
-from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 
 
 def drawn(name, sizes, machine=None, **options):
-    program = compile(load(name, sizes), sizes, Options(**options))
+    program = compiled(name, sizes, **options)
     machine = machine or Machine()
     run = simulate(program, program.header.cost, machine)
     return build_scene(name, f"{name}.json", program, run.timeline(), run.sizes, False)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+from compiled import compiled
 from drawn_programs import cases
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_memory_plan import random_bytes
 
-from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
 from schedgen.ir.accesses import accesses
 from schedgen.ir.effects import Effect
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
-from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.buffer_sizes import BufferSizes, message_bytes, summed_bytes
 from schedgen.simulator.bytes_under_way import bytes_under_way
@@ -58,7 +56,7 @@ def test_every_transfer_counts_until_somebody_waits_for_it(data, case):
 def test_a_pipeline_of_two():
     """Rank 0 has two forwards, and then their backwards; x are of 1 byte, g too."""
     case = Sizes(2, 2, 2)
-    program = own_rows(compile(load("1f1b", case), case, Options()), 0)
+    program = own_rows(compiled("1f1b", case), 0)
     one, zero = np.ones(2, np.int64), np.zeros(2, np.int64)
     under_way = bytes_under_way(program, BufferSizes(one, one, one, zero, zero, {}, zero))
     by_row = [(Op(i.op).name, size) for i, size in zip(program.instructions(0), under_way.tolist(), strict=True)]

@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
+from compiled import compiled
 from examples import ASKED
 
-from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
 from schedgen.planner.order_search import cp_sat
 from schedgen.planner.order_search.compiled_orders import measured
 from schedgen.planner.order_search.problem import least_time, lower_bound, placed_jobs, problem_of
@@ -78,7 +77,7 @@ def test_a_chain_with_memory_for_p_forwards_has_at_least_the_bubble_of_zb_h1(p, 
     bound = least_time(Question(load("zb-h1", sizes), sizes, costs, limits=Limits("window", p)))
     f, i, w = cost
     assert bound == m * (f + i + w) + (p - 1) * (f + i - w)
-    program = compile(load("zb-h1", sizes), sizes, Options(cost=costs))
+    program = compiled("zb-h1", sizes, cost=costs)
     assert measured(simulate(program, costs), True) == bound
     assert lower_bounds(program.header, costs, np.full(p, p))["ends"] == measured(simulate(program, costs), False)
 

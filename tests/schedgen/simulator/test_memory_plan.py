@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compiled import compiled
 from golden_cases import EVERY
 from slow_memory_plan import at_once, hold, lives, one_rank, random_bytes
 
@@ -16,7 +17,6 @@ from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.file import read, write
 from schedgen.ir.instructions import Kind, Op
-from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes
 from schedgen.simulator.footprint import footprint
@@ -31,15 +31,11 @@ SCHEME = Scheme(
 )
 
 
-def compiled(name, *sizes, **options):
-    return compile(load(name, Sizes(*sizes)), Sizes(*sizes), Options(**options))
-
-
 @pytest.mark.parametrize("replicas", [(1, 1, 1, 1), (3, 1), (1, 4, 1)], ids=str)
 @pytest.mark.parametrize("updates", ["stash", "vertical"])
 def test_versions_that_are_alive_together_lie_apart(replicas, updates):
     case = Sizes(len(replicas), 13, replicas=replicas)
-    program = compile(load("pipedream", case), case, Options(updates=updates))
+    program = compiled("pipedream", case, updates=updates)
     sizes = random_bytes(np.random.default_rng(0), len(replicas))
     planned, needed = memory_plan(program, sizes), footprint(program, sizes)
     for rank in range(program.header.workers):

@@ -4,24 +4,18 @@ import json
 import math
 
 import numpy as np
+from compiled import compiled
 from drawn_programs import cases
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
 from schedgen.ir.instructions import COMPUTE, Kind, Op
-from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
 from schedgen.simulator.timeline import CAUSES
 
 COST = {"F": 1, "B": 2}
-
-
-def compiled(name, sizes, **options):
-    return compile(load(name, sizes), sizes, Options(**options))
 
 
 def test_a_message_takes_alpha_and_beta_and_the_receiver_waits_for_it():

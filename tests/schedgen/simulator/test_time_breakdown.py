@@ -4,13 +4,12 @@ import re
 from pathlib import Path
 
 import numpy as np
+from compiled import compiled
 from drawn_programs import cases
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedgen.compiler.compile import compile
-from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
@@ -31,7 +30,7 @@ from schedgen.simulator.timeline import (
 
 
 def accounted(name, sizes, machine=None, cost=None):
-    program = compile(load(name, sizes), sizes)
+    program = compiled(name, sizes)
     return time_breakdown(program, simulate(program, cost or program.header.cost, machine).timeline())
 
 
@@ -95,7 +94,7 @@ def test_time_adds_up_and_agrees_with_the_simulation(data, case):
 
 def test_units_do_not_matter():
     sizes = Sizes(4, 4, 4, 2)
-    program = compile(load("fslpp", sizes), sizes)
+    program = compiled("fslpp", sizes)
     run = simulate(program, {"F": 1, "B": 2}, Machine(alpha=0.1))
     one, other = (time_breakdown(program, run.timeline(unit)) for unit in (1.0, 1e6))
     assert np.allclose(1e6 * one.time, other.time) and one.time[:, TRANSFER].any()

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from compiled import compiled
 from examples import further
 
 from schedgen.checker import check
@@ -60,7 +61,7 @@ def test_hand_made_columns_of_table_5_come_out_of_the_simulator(row):
     p, m, f, i, w, c, *rates = row
     for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates, strict=False):
         sizes = Sizes(p, m, p)
-        program = compile(load(name, sizes), sizes)
+        program = compiled(name, sizes)
         time = measured(simulate(program, {"F": f, "I": i, "W": w}, Machine(alpha=c)), name == "zb-h2")
         assert 1 - m * (f + i + w) / time == pytest.approx(rate, abs=6e-5), name
 
@@ -71,7 +72,7 @@ def test_hand_made_columns_of_table_8_come_out_of_the_simulator(row):
     for name, rate in zip(("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2"), rates, strict=False):
         chunks = 2 if name == "interleaved-1f1b" else 1
         sizes, halves = Sizes(chunks * p, m, p), 2 // chunks
-        program = compile(load(name, sizes), sizes)
+        program = compiled(name, sizes)
         cost = {"F": halves * f, "I": halves * i, "W": halves * w}
         time = measured(simulate(program, cost, Machine(alpha=c)), name == "zb-h2")
         assert 1 - 2 * m * (f + i + w) / time == pytest.approx(rate, abs=6e-5), name
