@@ -118,6 +118,10 @@ def test_plan_and_search_keep_to_the_devices_memory(run, refused, tmp_path):
         ({**TWO_HOSTS, "speed": [1, 1]}, "the numbers of devices differ: 4 by level 'host', 2 by speed"),
         ({"levels": [{**HOST, "devices": [2, 2]}]}, "level 0: the last level joins all devices: give their number"),
         ({"levels": [{**HOST, "devices": 3}]}, "the machine has 3 devices, but there are 4 workers"),
+        ({**TWO_HOSTS, "host": {"gamma": 1}}, "host should be an object with some of alpha, beta, devices, memory"),
+        ({**TWO_HOSTS, "host": {"devices": 0}}, "none below 0"),
+        ({**TWO_HOSTS, "host": {"beta": -1}}, "none below 0"),
+        ({**TWO_HOSTS, "host": {"memory": 0}}, "host: memory should be a number above 0"),
         ({**TWO_HOSTS, "speed": [1, 1, 2, 1]}, "speed should be a number above 0 and at most 1"),
     ],
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from compiled import compiled
@@ -15,10 +13,9 @@ from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.memory_plan import host_plan
-from schedgen.simulator.network import HostLink, Level, Network, network_of
+from schedgen.simulator.network import HostLink, Level, Network
 from schedgen.simulator.simulate import simulate
 from schedgen.simulator.timeline import CAUSES, OFFLOAD_CAUSE
-from schedgen.util.errors import RefusedFile
 
 SAVED = Machine(activation=0, weight=0, saved=10)
 
@@ -107,23 +104,6 @@ def test_copies_on_a_link_by_hand():
     assert use.names == ["host memory 0 out", "host memory 0 in"]
     assert (use.start.tolist(), use.length.tolist()) == ([1, 6], [3, 3])
     assert run.idle[0, OFFLOAD_CAUSE] == 3 + 3
-
-
-@pytest.mark.parametrize(
-    ("host", "words"),
-    [
-        ({"gamma": 1}, "machine: host should be an object with some of alpha, beta, devices, memory"),
-        ({"devices": 0}, "none below 0"),
-        ({"beta": -1}, "none below 0"),
-        ({"memory": 0}, "host: memory should be a number above 0"),
-    ],
-)
-def test_a_machine_file_with_another_host_is_refused(host, words):
-    values = {"levels": [{"name": "network", "alpha": 0, "beta": 0}]}
-    link = {"alpha": 1e-5, "beta": 4e-11, "devices": 4, "memory": 5e11}
-    assert network_of(json.loads(json.dumps({**values, "host": link})), "machine").host == HostLink(**link)
-    with pytest.raises(RefusedFile, match=words):
-        network_of({**values, "host": host}, "machine")
 
 
 def test_the_state_of_three_units_at_most_is_on_the_device():

@@ -50,12 +50,6 @@ def test_the_seed_s_picture_of_gpipe():
     assert scene.latency == 33
 
 
-def test_held_activations_are_those_of_stats():
-    scene = drawn("gpipe", Sizes(4, 8, 4))
-    assert scene.peak_activations().tolist() == [8, 8, 8, 8]
-    assert drawn("1f1b", Sizes(4, 8)).peak_activations().tolist() == [4, 3, 2, 1]  # min(p - k, m) [PipeDream, 3.2]
-
-
 def test_gaps_are_the_idle_time(tmp_path):
     """Also for workers with empty lists: 0 and 3 of the second scene."""
     (tmp_path / "inner.py").write_text("def w(s, b, d):\n    return s + 1, s + 1\n\ndef n(s, b, d):\n    return b\n")

@@ -82,6 +82,14 @@ WRONG = {
     "cap: 0": ("def cap(s): return 0", [], "cap(0) must be a whole number of at least 1, not 0"),
     "cap: no function": ("cap = 3", [], "cap(0)"),
     "cap: raises": ("def cap(s): return 4 // (2 - s)", [], "cap(2) raised ZeroDivisionError"),
+    # Stages 1 and 2 both feed stage 3 and hold one microbatch each: stage 1 takes 0 first, stage 2 takes 1.
+    "cap: a deadlock": (
+        "def w(s, b, d): return s, (b % 2 if s == 0 else s + 1)\n"
+        + n("return b * (1 - 2 * (s == 2))")
+        + "edges = [(0, 1), (0, 2), (1, 3), (2, 3)]\ndef cap(s): return 1",
+        [],
+        "cap stops the schedule: ",
+    ),
     "cap: strict": ("mode = 'strict'\ndef cap(s): return 1", [], "--mode greedy"),
     "split: no bool": ("def split(s): return s", [], "split must be True or False"),
     "unsplit_backward: not split": ("def unsplit_backward(s, b): return True", [], "needs split = True"),

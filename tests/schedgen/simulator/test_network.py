@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from compiled import compiled
+from drawn_programs import programs
+from event_simulation import simulate as simulate_again
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,8 +17,6 @@ from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.network import HostLink, Level, Network, topology
 from schedgen.simulator.simulate import MESSAGES, simulate
-from tests.helpers.drawn_programs import programs
-from tests.helpers.event_simulation import simulate as simulate_again
 
 
 @st.composite

@@ -85,6 +85,9 @@ def test_time_adds_up_and_agrees_with_the_simulation(data, case):
     np.maximum.at(ends, program.rows.rank, run.end)
     waited = time[:, [WARM_UP, DEPENDENCY, COOL_DOWN, TRANSFER, SEND, SUM]].sum(axis=1) - (found.makespan - ends)
     assert np.allclose(waited, run.idle.sum(axis=1))
+    waits = run.wait > 0  # of each row, and every one has its cause
+    at = program.rows.rank[waits] * len(CAUSES) + run.cause[waits]
+    assert np.allclose(np.bincount(at, run.wait[waits], minlength=run.idle.size), run.idle.ravel())
     assert np.allclose(time[:, SEND], run.idle[:, CAUSES.index("send")])
     assert (time[:, SUM] <= run.idle[:, CAUSES.index("reduction")] + 1e-9).all()
     if costs["alpha"] == costs["beta"] == 0:
