@@ -184,12 +184,14 @@ def test_a_reader_that_goes_away_is_no_traceback(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["-", *further("/dev/stdout")])
-def test_what_goes_to_standard_output_is_there_alone(name, process, files, run, tmp_path):
+def test_what_goes_to_standard_output_is_there_alone(name, process, files, run, tmp_path, monkeypatch):
     (tmp_path / "costs.json").write_text('{"F": [1, 2, 1, 1], "B": [2, 4, 2, 2]}')
     sizes = ("--stages", 4, "--microbatches", 4)
     plan = ("plan", "costs.json", "--workers", 2, "--microbatches", 2, "--bandwidth", 1e9)
+    monkeypatch.chdir(tmp_path)
     for command in ((*plan, "--schemes", "1f1b"), *further(("search", "1f1b", *sizes, "--budget", 1))):
-        (tmp_path / "printed").write_bytes(process(*command, "-o", name).stdout)
+        out = run(*command, "-o", name).out if name == "-" else process(*command, "-o", name).stdout.decode()
+        (tmp_path / "printed").write_text(out)
         assert run("check", tmp_path / "printed").code == 0
     assert json.loads(process("simulate", "1f1b.json", "--trace", name).stdout)["traceEvents"]
 

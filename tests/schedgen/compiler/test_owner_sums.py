@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from compiled import compiled
-from edited_programs import comes_back, refused_less_or_twice, runs_with, taken
+from edited_programs import comes_back, refused_less_or_twice, runs_with
+from examples import further
 
 from schedgen.checker import check
 from schedgen.compiler.sum_trees import RING, SUMS, TWO_LEVEL, sum_trees
@@ -15,7 +16,6 @@ from schedgen.simulator.buffer_sizes import buffer_sizes, message_bytes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.network import topology
 from schedgen.simulator.simulate import simulate
-from schedgen.util.errors import RefusedFile
 
 BY_MESSAGES = SUMS[1:]
 
@@ -31,7 +31,7 @@ def summed(name, sums, workers, stages=2, devices=4, microbatches=None, **sizes)
 
 
 @pytest.mark.parametrize("sums", BY_MESSAGES)
-@pytest.mark.parametrize("workers", range(2, 9))
+@pytest.mark.parametrize("workers", [2, 3, 4, *further(5, 6, 7, 8)])
 def test_every_scheme_is_proved_and_runs(sums, workers):
     half = {"stages": max(workers // 2, 1), "replicas": 2}
     cases = [("ddp", {}), ("fsdp", half), ("1f1b", half), ("lpp", {"groups": 2}), ("zb-v", half | {"stages": workers})]
@@ -43,28 +43,12 @@ def test_every_scheme_is_proved_and_runs(sums, workers):
     comes_back(program)
 
 
-def of_sums(program):
-    """The rows of the sums: messages of gradients, ADDs and FREEs."""
-    return np.flatnonzero(program.rows.kind == Kind.DW)
-
-
 @pytest.mark.parametrize("sums", BY_MESSAGES)
-@pytest.mark.parametrize(("name", "sizes"), [("ddp", {}), ("fsdp", {"replicas": 2})])
-def test_a_row_of_a_sum_less_twice_or_swapped_is_refused_or_changes_nothing(sums, name, sizes):
+@pytest.mark.parametrize(("name", "sizes"), [("fsdp", {"replicas": 2}), *further(("ddp", {}))])
+def test_a_row_of_a_sum_less_or_twice_is_refused(sums, name, sizes):
     program = summed(name, sums, 4, devices=2, microbatches=4, **sizes)
-    rows = of_sums(program)
-    for row in rows.tolist():
+    for row in np.flatnonzero(program.rows.kind == Kind.DW).tolist():
         refused_less_or_twice(program, row, row)
-    for row, other in zip(rows[:-1].tolist(), rows[1:].tolist(), strict=True):
-        order = np.arange(len(program))
-        order[[row, other]] = other, row
-        changed = taken(program, order)
-        if program.rows.rank[row] == program.rows.rank[other]:
-            try:
-                memory = check(changed)
-            except RefusedFile:
-                continue
-            runs_with(memory, changed)
 
 
 @pytest.mark.parametrize("workers", [8, 64])

@@ -89,7 +89,7 @@ def test_steady_states_with_two_speeds_are_as_good_as_the_published_search(limit
 GAPS = [*zip(TABLE_8, (1e-4, 1e-4, 4e-3, 4e-3, 4e-3), strict=True)]
 
 
-@pytest.mark.parametrize(("row", "gap"), [*GAPS[:3], *further(*GAPS[3:])])
+@pytest.mark.parametrize(("row", "gap"), [GAPS[0], GAPS[2], *further(*GAPS[1::2], GAPS[4])])
 def test_the_search_is_at_most_zb_v_of_table_8(row, gap):
     """No order of a V with 1F1B's memory is better by more than the gap, by the bound."""
     (p, m), (f, i, w, c), rate = row["sizes"], row["times"], row["rates"][-1]
@@ -213,7 +213,7 @@ def least(place, cost, limit):
     return best
 
 
-@pytest.mark.parametrize("seed", [*range(5), *further(*range(5, 20))])
+@pytest.mark.parametrize("seed", [*range(3), *further(*range(3, 20))])
 def test_microbatches_that_take_other_ways_may_overtake_one_another(seed):
     """A worker need not do the microbatches of a stage in their order: some are on their way longer than others."""
     pytest.importorskip("ortools")
@@ -255,7 +255,7 @@ def test_a_limit_that_built_in_schemes_leave_no_room_under():
     assert best.value < 183
 
 
-@pytest.mark.parametrize("limit", [22, 36, *further(26)])
+@pytest.mark.parametrize("limit", [22, *further(26, 36)])
 def test_bytes_of_a_worker_are_what_the_simulator_counts(limit):
     """Weights, what is received, and workspaces count, too; activations of 1, saved forwards of 2."""
     sizes, machine = Sizes(8, 8, 4), Machine(alpha=0.1, saved=2, half=1, workspace=1)
@@ -272,7 +272,7 @@ def test_messages_take_the_time_that_they_take_in_the_simulator(activation):
     assert best.value == best.bound == 9 + 6 * 2 * activation and best.optimal
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "chimera", "dualpipe-v"])
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe-v", *further("interleaved-1f1b", "chimera")])
 def test_nothing_is_worse_than_the_built_in_scheme_nor_below_the_bound(name):
     sizes = Sizes(4 if name in ("1f1b", "chimera") else 8, 8, 4)
     scheme = load(name, sizes)
