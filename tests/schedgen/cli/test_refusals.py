@@ -164,6 +164,7 @@ COMMANDS = {
     "search 1f1b --microbatches 4": "search needs --stages or --graph",
     "search 1f1b --microbatches 4 --graph four.graph --stages 8":
         "search orders the 4 stages of four.graph as they are: leave --st",
+    "search 1f1b --stages 4 --microbatches 4 --offload": "--offload needs the link to the memory of the host",
     "search 1f1b --microbatches 4 --graph wrong.graph": "tied 1: a tie is two or more different stages in 0..3",
 }  # fmt: skip
 TABLE = {f"{SIZES}{options}": words for options, words in COMPILE.items()} | COMMANDS

@@ -1,4 +1,4 @@
-"""Forward-only lists: what they contain, that they are proved and run, and what is refused in them."""
+"""Forward-only lists: what they contain, that they are proved and run, and that commands know them."""
 
 import json
 

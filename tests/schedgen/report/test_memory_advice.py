@@ -74,7 +74,7 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", ["1f1b", "fsdp", *further("zb-v", "greedy")])
 def test_every_change_is_what_its_command_compiles(run, files, tmp_path, name):
     """Peak and makespan are the simulator's for the file that the command writes; at most a dozen are compiled."""
     own, other = tmp_path / "own.json", tmp_path / "FILE"
