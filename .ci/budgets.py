@@ -34,7 +34,7 @@ ROOMS = {
     "mpirun/watchdog": 600,
     "mpirun/cli": 605,
     "mpirun/examples": 510,
-    "tests": 32_405,
+    "tests": 31_120,
     "tests/jobs": 1_025,
 }
 WORDS = 12_000

@@ -235,7 +235,7 @@ def parse(content: str, name: str) -> Program:
         raise RefusedFile(f"{name}: programs must be lists of instructions") from None
     except Wrong as wrong:
         raise RefusedFile(f"{name}: {wrong}") from None
-    return Program(header, taken.rows)
+    return Program(header, concatenate([taken.rows]))  # as arrays of their own
 
 
 def _key_line(lines: Iterable[str], key: str) -> int:

@@ -138,7 +138,7 @@ def _pipelines(prefixes: Prefixes, workers: int, most_copies: int, bandwidth: fl
     n, held = len(prefixes.end), prefixes.kept + prefixes.weight
     return _Pipelines(
         *_solve.sized(n * n * workers * most_copies)(
-            workers, most_copies, bandwidth, memory, prefixes.seconds, prefixes.weight, held, prefixes.crossing
+            workers, most_copies, float(bandwidth), memory, prefixes.seconds, prefixes.weight, held, prefixes.crossing
         )
     )
 

@@ -315,7 +315,7 @@ class Links:
         ]
         furthest = self.levels[np.flatnonzero(np.array(most) > 1)[-1]] if m > 1 else None
         exchange = sum(level.alphas[0][1] * math.ceil(math.log2(n)) for level, n in zip(self.levels, most, strict=True))
-        return SumOfAByte(link[hold > 0].astype(np.int32), hold[hold > 0], furthest, m, exchange)
+        return SumOfAByte(link[hold > 0].astype(np.int32), hold[hold > 0], furthest, m, float(exchange))
 
 
 def topology(hosts: int, devices: int, alpha: Sequence[Alpha], beta: Sequence[float]) -> Network:

@@ -1,4 +1,4 @@
-"""make bench-compile: the compiler against torch's, and how its time and memory grow.
+"""make bench-compile: the compiler against torch's, and its time and memory for a large schedule.
 
 Side by side in one process, for the same ranks, microbatches and chunks:
 torch's generator plus lowering with communication, as its visualizer calls
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -80,50 +80,6 @@ def beside_torch(ranks: int, microbatches: int, runs: int) -> None:
             f"{statistics.median(torch_rates):>9,.0f} ({torch_length})   ratio {statistics.median(ratios):.1f} "
             f"({min(ratios):.1f} to {max(ratios):.1f})"
         )
-
-
-def growth(ranks: int, microbatches: Sequence[int]) -> None:
-    """1F1B, each size in a process of its own, so that its peak memory is its own."""
-    print(f"growth, 1f1b on {ranks} ranks: microseconds an instruction", flush=True)
-    for each in microbatches:
-        subprocess.run([sys.executable, __file__, "--ranks", str(ranks), "--one", str(each)], check=True)
-
-
-def one(ranks: int, microbatches: int) -> None:
-    sizes = Sizes(ranks, microbatches)
-    compile(load("1f1b", sizes), sizes)  # warm
-    best: dict[str, float] = {}
-    peak = 0
-    for _ in range(3):
-        program = None  # free the previous one: it must not count
-        begin = time.perf_counter()
-        program = compile(load("1f1b", sizes), sizes)
-        laps = {"compile": time.perf_counter() - begin, "check": timed(lambda: check(program))}
-        with open("/dev/null", "wb") as out:  # noqa: PTH123
-            laps["write"] = timed(lambda: write(program, out))
-        # The peak of compile, check and write alone: later rounds come after simulate.
-        peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        laps["simulate"] = timed(lambda: simulate(program, program.header.cost))
-        best = {key: min(best.get(key, lap), lap) for key, lap in laps.items()}
-    length = len(program)
-    whole = sum(best[key] for key in ("compile", "check", "write"))
-    parts = "  ".join(f"{key} {1e6 * lap / length:.3f}" for key, lap in best.items())
-    print(
-        f"  {length:>10,} instructions  {parts}  |  compile + check + write {1e6 * whole / length:.3f}, "
-        f"simulate {length / best['simulate']:,.0f} a second, peak memory {peak / length:.0f} bytes an instruction",
-        flush=True,
-    )
-
-
-def growth_of_copies(factors: Sequence[int]) -> None:
-    """The compiler where workers fetch weights that others own."""
-    warm_up()
-    print("growth, fsdp on 4 ranks: microseconds of CPU an instruction, compile")
-    for factor in factors:
-        sizes = Sizes(4, 250 * factor, 4)
-        begin = time.process_time()
-        length = len(compile(load("fsdp", sizes), sizes))
-        print(f"  {length:>10,} instructions  {1e6 * (time.process_time() - begin) / length:.3f}", flush=True)
 
 
 def keep(file: Path, microbatches: int) -> None:
@@ -234,7 +190,6 @@ class Laps:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--one", type=int)
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--microbatches", type=int, default=256)
     parser.add_argument("--runs", type=int, default=3)
@@ -243,9 +198,6 @@ def main() -> None:
     parser.add_argument("--read", metavar="FILE", help="only what a reader of a file does")
     parser.add_argument("--quick", action="store_true", help="few ranks and microbatches: whether it runs at all")
     options = parser.parse_args()
-    if options.one:
-        one(options.ranks, options.one)
-        return
     if options.large:
         large(options.large, options.microbatches)
         return
@@ -257,13 +209,9 @@ def main() -> None:
         return
     if options.quick:
         beside_torch(4, 8, 1)
-        growth(4, [4])
-        growth_of_copies([1])
         large(128, 4)
         return
     beside_torch(options.ranks, options.microbatches, options.runs)
-    growth(64, [160, 1600, 16000])
-    growth_of_copies([1, 10, 100])
     large(4096, 1600)
 
 

@@ -12,10 +12,12 @@ gaps     latency over its bound: chain and V, with 1F1B's memory and without a l
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import time
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from schedgen.planner.order_search.question import FoundOrder, Limits, Question
 from schedgen.planner.order_search.search_order import search_order
@@ -23,33 +25,13 @@ from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
 
-# workers, microbatches, F, B, W, message (us), hidden size, heads, the paper's rate
-TABLE_5 = [
-    (8, 24, 18522, 18086, 9337, 601, 2304, 24, 0.0433),
-    (8, 32, 18513, 18086, 9331, 626, 2304, 24, 0.0039),
-    (8, 64, 18546, 18097, 9321, 762, 2304, 24, 0.0026),
-    (8, 24, 29718, 29444, 19927, 527, 4096, 32, 0.0029),
-    (16, 48, 11347, 11248, 8132, 377, 5120, 40, 0.0066),
-    (16, 64, 11307, 11254, 8101, 379, 5120, 40, 0.0054),
-    (32, 96, 10419, 10207, 7715, 408, 6144, 48, 0.0038),
-]
-# workers, microbatches, F, B, W of a half stage, message (us), the paper's rate
-TABLE_8 = [
-    (16, 48, 14407, 14380, 9676, 1610, 0.0697),
-    (16, 64, 14412, 14393, 9688, 1621, 0.0533),
-    (24, 72, 6763, 6969, 5251, 755, 0.0638),
-    (24, 96, 6783, 6984, 5259, 758, 0.0483),
-    (32, 96, 9458, 9748, 7288, 879, 0.0593),
-]
+PUBLISHED = json.loads((Path(__file__).parents[1] / "data" / "published-orders.json").read_text())
 CAPPED: list[tuple[int, int, tuple[float, ...], int, int | None]] = [
     (4, 8, (1, 1, 1), cap, theirs) for cap, theirs in zip(range(4, 9), (59, 56, 53, 51, 48), strict=True)
 ]
 CAPPED += [(4, 8, (10, 12, 8), 4, 642), (4, 8, (10, 12, 8), 8, 496)]
 CAPPED += [(6, 12, (1, 1, 1), cap, None) for cap in (6, 8, 10, 12)]
-CAPPED += [
-    (8, 24, (1, 1, 1), cap, theirs)
-    for cap, theirs in zip(range(8, 17), (167, 164, 161, 158, 155, 152, 149, 147, 144), strict=True)
-]
+CAPPED += [(8, 24, (1, 1, 1), cap, theirs) for cap, theirs in PUBLISHED["windows"]["rows"]]
 COSTS = ((1, 1, 1), (10, 12, 8), (1, 1.2, 0.6))
 ROOM = 10_000  # bytes for messages of one byte: far less than a forward saves; without bytes they would take no time
 BUDGET = 1000  # millions of job start times computed
@@ -79,28 +61,39 @@ def case(scheme: str, workers: int, chunks: int, microbatches: int, cost: tuple[
     return Case(scheme, workers, chunks, microbatches, dict(zip(names, cost, strict=True)))
 
 
+def rows(table: str, quick: bool) -> list[dict[str, Any]]:
+    """The rows of a published table; one of a small problem if `quick`."""
+    every: list[dict[str, Any]] = PUBLISHED[table]["rows"]
+    return [every[0] | {"sizes": (2, 4)}] if quick else every
+
+
 def table_5(quick: bool) -> None:
     """Rates: idle part of the longest own window."""
     print(f"{'table 5':14}{'theirs':>10}{'found':>10}{'bound':>10}{'seconds':>10}")
-    for p, m, *cost, alpha, h, a, rate in [(2, 4, *TABLE_5[0][2:])] if quick else TABLE_5:
-        saved = 34 * h + 5 * a * 1024
+    for row in rows("table-5", quick):
+        (p, m), (*cost, alpha), h = row["sizes"], row["times"], row["hidden"]
+        saved = 34 * h + 5 * row["heads"] * 1024
         machine = Machine(alpha, activation=1, weight=0, saved=saved, half=32 * h - saved)
         limits = Limits("window", bytes=2 * p * saved + ROOM)
         best, seconds = case("zb-h1", p, 1, m, tuple(cost)).search(machine, limits, QUICK_BUDGET if quick else BUDGET)
         rates = (1 - m * sum(cost) / value for value in (best.value, best.bound))
-        print(f"{f'{p}, {m}':14}{rate:10.4f}{''.join(f'{each:10.4f}' for each in rates)}{seconds:10.1f}", flush=True)
+        print(
+            f"{f'{p}, {m}':14}{row['rates'][-1]:10.4f}{''.join(f'{each:10.4f}' for each in rates)}{seconds:10.1f}",
+            flush=True,
+        )
 
 
 def table_8(quick: bool) -> None:
     """Rates as above; two half stages a worker."""
     print(f"{'table 8':14}{'theirs':>10}{'found':>10}{'bound':>10}{'seconds':>10}  source")
-    for p, m, *cost, alpha, rate in [(2, 4, *TABLE_8[0][2:])] if quick else TABLE_8:
+    for row in rows("table-8", quick):
+        (p, m), (*cost, alpha) = row["sizes"], row["times"]
         limits = Limits("window", 2 * p)
         best, seconds = case("zb-v", p, 2, m, tuple(cost)).search(
             Machine(alpha), limits, QUICK_BUDGET if quick else BUDGET
         )
         rates = (1 - 2 * m * sum(cost) / value for value in (best.value, best.bound))
-        numbers = f"{rate:10.4f}{''.join(f'{each:10.4f}' for each in rates)}{seconds:10.1f}"
+        numbers = f"{row['rates'][-1]:10.4f}{''.join(f'{each:10.4f}' for each in rates)}{seconds:10.1f}"
         print(f"{f'{p}, {m}':14}{numbers}  {best.source}", flush=True)
 
 

@@ -1,8 +1,35 @@
-"""Ways to damage a schedule by hand, for tests of the checker."""
+"""Schedules, and ways to damage them by hand, for tests of the checker."""
 
 from __future__ import annotations
 
-from schedgen.schemes.scheme import Sizes
+TIES = [[0, 3], [1, 2]]
+# Besides the golden schedules: how they are compiled, and the graph file.
+BASES = {
+    "stash": ("pipedream --stages 2 --microbatches 4", {}),
+    "replicas": ("pipedream --stages 2 --microbatches 4 --replicas 2,1", {}),
+    "vertical": ("pipedream --stages 2 --microbatches 4 --updates vertical", {}),
+    "buffers": ("pipedream --stages 2 --microbatches 6 --updates 2bw", {}),
+    "forwards": ("1f1b --stages 2 --microbatches 2 --forward", {}),
+    "forwards of slices": ("1f1b --stages 2 --microbatches 2 --tensor 2 --forward", {}),
+    "redone": ("1f1b --stages 2 --microbatches 2 --recompute 1", {}),
+    "limited": ("gpipe --stages 4 --microbatches 8 --mode greedy --memory-limit 4", {}),
+    "tied": ("1f1b --microbatches 2", {"stages": 4, "tied": TIES[:1]}),
+    "ties": ("1f1b --microbatches 2", {"stages": 4, "tied": TIES}),
+    "ties of all": ("ddp --microbatches 4 --workers 4", {"stages": 4, "tied": TIES}),
+    "tie of one": ("zb-v --microbatches 4", {"stages": 8, "tied": [[0, 7]]}),
+    "outputs": (
+        "1f1b --microbatches 2",
+        {"stages": 4, "edges": [[0, 1], [0, 3], [1, 2], [2, 3]], "per_consumer": [0]},
+    ),
+    "shards": ("fsdp --stages 2 --microbatches 2 --workers 2 --shards 2", {}),
+    "sliced": ("1f1b --stages 2 --microbatches 2 --tensor 2", {}),
+    "slices": (
+        "1f1b --stages 2 --microbatches 1 --tensor 2",
+        {"stages": 4},
+    ),  # of two substages; the last stage is whole
+    "ring": ("ddp --stages 2 --microbatches 4 --workers 4 --sums ring", {}),
+    "two sums": ("ddp --stages 1 --microbatches 6 --workers 3 --sums tree", {}),
+}
 
 
 def at(part, op, **operands):
@@ -57,6 +84,13 @@ def put(rank, instruction, before=None, after=None):
     return damage
 
 
+def append(rank, instruction):
+    def damage(ranks):
+        ranks[rank].append(instruction)
+
+    return damage
+
+
 def edit(rank, what, **operands):
     def damage(ranks):
         ranks[rank][at(ranks[rank], **what)].update(I(**operands))
@@ -96,14 +130,12 @@ def free(buf):
     return I(op="FREE", buf=buf)
 
 
+def step(stage, version=None):
+    return I(op="STEP", stage=stage) | ({} if version is None else I(version=version))
+
+
+def allreduce(buf, group=None):
+    return I(op="ALLREDUCE", buf=buf) | ({} if group is None else I(group=group))
+
+
 NORM = {"op": "NORM"}
-
-
-ONE_STAGE_A_WORKER = (
-    "ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp", "zb-h1", "zb-h2", "chimera", "1f1b-rr", "pipedream",
-    "pipedream-2bw",
-)  # fmt: skip
-
-
-def sizes_of(scheme):
-    return Sizes(4 if scheme in ONE_STAGE_A_WORKER else 8, 8, 4, 2 if "lpp" in scheme else None)

@@ -1,7 +1,7 @@
 """Every command that reads user input must answer hostile input with one sentence, in little time and memory.
 
 Hypothesis damages schedules, profiles, traces, torch's CSV and options by
-`mutations` and passes them to `schedgen.cli.main`. An answer is right if its
+`mutations` and passes them to a command. An answer is right if its
 exit code is documented, its output is what that code requires, and it takes at
 most SECONDS, and MEMORY bytes beyond those that the process has.
 """
@@ -15,7 +15,6 @@ import re
 import resource
 import shlex
 import signal
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -23,9 +22,9 @@ from typing import NamedTuple
 
 import hypothesis.strategies as st
 import mutations
+from command import Result, run
 from hypothesis import event
 
-import schedgen.cli.main
 from schedgen.compiler.compile import compile
 from schedgen.ir.file import write
 from schedgen.schemes.scheme import Scheme, Sizes
@@ -51,12 +50,6 @@ class Case(NamedTuple):
     command: int  # which of the commands that read this kind
 
 
-class Answer(NamedTuple):
-    code: object
-    out: str
-    err: str
-
-
 class Failure(AssertionError):
     """An answer that no command may give."""
 
@@ -78,7 +71,7 @@ def schedules() -> list[bytes]:
     )
     data = str(Path(__file__).parents[1] / "data")
     commands = tuple(command.replace("DATA", data) for command in commands)
-    texts = [answer(["compile", *command.split(), "-o", "-"]).out.encode() for command in commands]
+    texts = [run("compile", *command.split(), "-o", "-").out.encode() for command in commands]
     edges = ((0, 1), (0, 2), (1, 3), (2, 3))
     diamond = Scheme("diamond", 2, lambda s, b, d: (s % 2, s % 2), lambda s, b, d: s + b, "sum", "greedy", edges=edges)
     out = io.BytesIO()
@@ -128,9 +121,9 @@ class Range:
         for file, text in ((self.base, self.bases[0]), (self.other, self.bases[1])):
             file.write_bytes(text)
         for command in (["check", base], ["stats", base], ["diff", base, other], ["seal", base]):
-            answer(command)
-        answer(["simulate", base, "--trace", other])
-        answer(["compile", "fsdp", "--stages", "2", "--microbatches", "2", "-o", other])
+            run(*command)
+        run("simulate", base, "--trace", other)
+        run("compile", "fsdp", "--stages", "2", "--microbatches", "2", "-o", other)
 
     def damaged(self, case: Case, data: bytes) -> bytes:
         ways = mutations.ANY if case.kind != "schedule" else mutations.LINES if case.deep else mutations.SCHEDULE
@@ -146,7 +139,7 @@ class Range:
 
     def trace(self, base: int) -> bytes:
         if base not in self.traces:
-            answer(["simulate", str(self.base), "--trace", str(self.other)])
+            run("simulate", self.base, "--trace", self.other)
             self.traces[base] = self.other.read_bytes()
         return self.traces[base]
 
@@ -221,28 +214,14 @@ class Range:
         command = "stats" if name == "--cost" and chance.randrange(2) else "simulate"
         self.ask([command, str(self.base), f"{name}={text[:2000]}", "--json"], (0, 2))
 
-    def ask(self, command: list[str], codes: Sequence[int]) -> Answer:
+    def ask(self, command: list[str], codes: Sequence[int]) -> Result:
         with limited(SECONDS), memory(MEMORY):
-            said = answer(command)
+            said = run(*command)
         judge(said, command, codes)
         return said
 
 
-def answer(command: list[str]) -> Answer:
-    """Run `schedgen COMMAND` in this process, with warnings as errors; return its exit code and output."""
-    out = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
-    err = io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", write_through=True)
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        code: object
-        try:
-            code = schedgen.cli.main.main(command)
-        except SystemExit as exit:
-            code = exit.code
-    return Answer(code, out.buffer.getvalue().decode(), err.buffer.getvalue().decode())
-
-
-def judge(said: Answer, command: list[str], codes: Sequence[int]) -> None:
+def judge(said: Result, command: list[str], codes: Sequence[int]) -> None:
     """Raise Failure unless the answer is a documented one."""
     words = f"{shlex.join(command)}: {said.code}, {said.err[:2000]!r}"
     if said.code not in codes:

@@ -14,7 +14,6 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,21 +25,20 @@ import mpirun
 from schedgen.ir.file import read
 from schedgen.ir.header import Header
 
-Data = tuple[Tensor, Tensor]
+WIDTH, ROWS = 8, 2  # of the model; of a microbatch
 
 
 class Task:
     """Stages, each a small MLP of its own seed, and the samples and targets of a step."""
 
-    def __init__(self, schedule: str, width: int = 8, rows: int = 2) -> None:
-        """`rows`: of a microbatch."""
+    def __init__(self, schedule: str) -> None:
         with Path(schedule).open("rb") as source:
             self.header: Header = read(source, schedule)[0].header
         self.stages = []
         for stage in range(self.header.stages):
             torch.manual_seed(stage)
-            self.stages.append(nn.Sequential(nn.Linear(width, width), nn.Tanh()))
-        samples = torch.randn(self.header.microbatches * rows, width)
+            self.stages.append(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+        samples = torch.randn(self.header.microbatches * ROWS, WIDTH)
         self.data = samples, samples.flip(1)
 
     def torch_stages(self) -> list[PipelineStage]:
@@ -49,24 +47,15 @@ class Task:
         device = torch.device("cpu")
         return [PipelineStage(copy.deepcopy(self.stages[s]), s, self.header.stages, device) for s in own]
 
-    def loaded(self, stages: list[PipelineStage], path: str) -> Any:
-        """torch's runtime for these stages, with the list in a file."""
-        form = "compute_only" if path.endswith("-jobs.csv") else "compute_comms"
-        runtime = schedules._PipelineScheduleRuntime(stages, self.header.microbatches, nn.functional.mse_loss)
-        runtime._load_csv(path, format=form)
-        return runtime
-
-    def step(self, schedule: Any, stages: list[PipelineStage]) -> None:
-        """Train a step by torch: the rank of the first stage has the samples, that of the last the targets."""
-        samples, targets = self.data
-        inputs = (samples,) if any(stage.is_first for stage in stages) else ()
-        schedule.step(*inputs, target=targets if any(stage.is_last for stage in stages) else None, losses=[])
-
 
 def of_torch(task: Task, path: str) -> dict[str, Tensor]:
     """The gradients of this rank's stages after a step, by mpirun's names."""
-    stages = task.torch_stages()
-    task.step(task.loaded(stages, path), stages)
+    form, stages = "compute_only" if path.endswith("-jobs.csv") else "compute_comms", task.torch_stages()
+    runtime = schedules._PipelineScheduleRuntime(stages, task.header.microbatches, nn.functional.mse_loss)
+    runtime._load_csv(path, format=form)
+    samples, targets = task.data  # the rank of the first stage has the samples, that of the last the targets
+    inputs = (samples,) if any(stage.is_first for stage in stages) else ()
+    runtime.step(*inputs, target=targets if any(stage.is_last for stage in stages) else None, losses=[])
     named = {f"stage{s.stage_index}.{name}": p.grad for s in stages for name, p in s.submod.named_parameters()}
     return {name: gradient for name, gradient in named.items() if gradient is not None}
 

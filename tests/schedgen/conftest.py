@@ -1,22 +1,18 @@
-"""What the tests share: the command in-process, golden files, random schemes, and the reference machine."""
+"""What the tests share: the command in-process, golden files, and files that are edited and checked."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import re
-from typing import NamedTuple
 
-import drawn_programs
+import command
 import pytest
+from damage import BASES
 from examples import examples
 from hypothesis import HealthCheck, settings
-from reference_machine import execute as run_program
+from processes import ROOT
 
-from schedgen.checker import RULES, Memory, check
-from schedgen.cli.main import main
-from schedgen.schemes import SCHEMES
+from schedgen.checker import RULES
 
 # The same examples every time; a slow machine fails nothing; every example writes its files anew.
 settings.register_profile(
@@ -29,56 +25,15 @@ settings.register_profile(
 )
 settings.load_profile("schedgen")
 
-FOUR_STAGES = (
-    "ddp", "fsdp", "gpipe", "1f1b", "lpp", "fslpp", "zb-h1", "zb-h2", "chimera", "1f1b-rr", "pipedream",
-    "pipedream-2bw",
-)  # fmt: skip
-# Compiled with W=4, S=4, B=8, the sizes of the pictures in Rahimi 2025.
-GOLDEN = {
-    "ddp": ("--workers", "4"),
-    "fsdp": ("--workers", "4", "--fan-out", "3"),  # gradients go straight to the owner
-    "gpipe": ("--workers", "4"),
-    "1f1b": ("--workers", "4", "--prefetch", "0"),  # a RECV stands beside its SEND
-    "lpp": ("--workers", "4", "--groups", "2"),
-    "fslpp": ("--workers", "4", "--groups", "2"),
-}
-# The schemes with two stages a worker have 8 stages.
-GOLDEN |= {name: ("--workers", "4") for name in SCHEMES if name not in GOLDEN}
-
-
-class Result(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-def _run(*arguments: object) -> Result:
-    """`schedgen ARGUMENTS` in this process, with the streams a terminal would give it."""
-    out = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True)
-    err = io.TextIOWrapper(io.BytesIO(), "utf-8", "backslashreplace", write_through=True)
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as exit:
-            code = exit.code
-    return Result(code, out.buffer.getvalue().decode(), err.buffer.getvalue().decode())
-
 
 @pytest.fixture(scope="session")
 def run():
-    return _run
+    return command.run
 
 
 @pytest.fixture(scope="session")
 def refused():
-    """Assert that a command ends with `code`, nothing on stdout and one line on stderr; return that line."""
-
-    def refused(result: Result, code: int) -> str:
-        assert (result.code, result.out) == (code, ""), result
-        assert result.err.endswith("\n") and result.err[:-1].isprintable(), repr(result.err)
-        return result.err[:-1]
-
-    return refused
+    return command.refused
 
 
 @pytest.fixture
@@ -129,35 +84,19 @@ def refused_where_it_is(judge, refused):
 
 @pytest.fixture(scope="session")
 def golden() -> dict[str, str]:
-    """The text of every scheme's file at W=4, S=4, B=8."""
-    texts = {}
-    for scheme, options in GOLDEN.items():
-        stages = 4 if scheme in FOUR_STAGES else 8
-        sizes = ("--stages", str(stages), "--microbatches", "8", "-o", "-")
-        texts[scheme] = _run("compile", scheme, *options, *sizes).out
+    """The text of every golden schedule, two of them with other options: without prefetch a RECV stands beside its
+    SEND, and with a fan-out of 3 gradients go straight to the owner."""
+    texts = {path.stem: path.read_text() for path in (ROOT / "traces").glob("*.json")}
+    for name, *options in ("1f1b", "--prefetch", 0), ("fsdp", "--workers", 4, "--fan-out", 3):
+        texts[name] = command.run("compile", name, *options, "--stages", 4, "--microbatches", 8, "-o", "-").out
     return texts
 
 
 @pytest.fixture(scope="session")
-def cases():
-    return drawn_programs.cases()
-
-
-@pytest.fixture(scope="session")
-def execute():
-    """Executes a program; returns, by rank, the peak of each kind of buffer, under the names that `check` uses."""
-    return lambda program: [dict(zip(Memory._fields, most.values(), strict=True)) for most in run_program(program)]
-
-
-@pytest.fixture(scope="session")
-def runs_as_proved(execute):
-    """Assert that a program is proved, and runs with the peaks that the checker reports."""
-
-    def runs_as_proved(program):
-        memory = check(program)
-        assert execute(program) == [
-            {field: int(peak[rank]) for field, peak in memory._asdict().items()}
-            for rank in range(program.header.workers)
-        ]
-
-    return runs_as_proved
+def bases(golden, tmp_path_factory) -> dict[str, str]:
+    """The texts of schedules that are damaged: the golden ones, and small ones with every feature."""
+    texts, graph = {}, tmp_path_factory.mktemp("graph") / "graph"
+    for name, (words, values) in BASES.items():
+        graph.write_text(json.dumps(values))
+        texts[name] = command.run("compile", *words.split(), *["--graph", graph] * bool(values), "-o", "-").out
+    return golden | texts

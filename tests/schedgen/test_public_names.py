@@ -29,7 +29,7 @@ def test_importing_it_alone_imports_no_numpy():
     [
         {"mode": "Greedy"}, {"mode": "greedy", "memory_limit": 2.5}, {"mode": "greedy", "memory_limit": 0},
         {"tensor": 0}, {"substages": 0}, {"prefetch": -1}, {"weight_slots": 0}, {"fan_out": 0}, {"recompute": "al"},
-        {"recompute": ""},
+        {"recompute": ""}, {"offload": "except-last"}, {"sums": "star"},
     ],
     ids=str,
 )  # fmt: skip

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import fuzz
 import pytest
+from examples import further
 
 import schedgen.simulator.memory_plan
 import schedgen.util.jit
@@ -75,8 +76,14 @@ def test_forwards_that_a_limit_holds_back_take_less_than_squared_time(cap, memor
     assert work(160) < 5 * work(40)
 
 
-@pytest.mark.parametrize("command", [("seal", "/dev/zero"), ("stats", "{}", "--profile", "/dev/zero"),
-                                     ("simulate", "{}", "--measured", "/dev/zero")], ids=" ".join)  # fmt: skip
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("stats", "{}", "--profile", "/dev/zero"),
+        *further(("seal", "/dev/zero"), ("simulate", "{}", "--measured", "/dev/zero")),
+    ],
+    ids=" ".join,
+)
 def test_a_file_without_end_is_refused(command, run, refused, tmp_path):
     path = tmp_path / "gpipe.json"
     run("compile", "gpipe", "--stages", 2, "--microbatches", 2, "-o", path)

@@ -118,26 +118,13 @@ def test_plan_and_search_keep_to_the_devices_memory(run, refused, tmp_path):
         ({**TWO_HOSTS, "speed": [1, 1]}, "the numbers of devices differ: 4 by level 'host', 2 by speed"),
         ({"levels": [{**HOST, "devices": [2, 2]}]}, "level 0: the last level joins all devices: give their number"),
         ({"levels": [{**HOST, "devices": 3}]}, "the machine has 3 devices, but there are 4 workers"),
+        ({**TWO_HOSTS, "host": {"gamma": 1}}, "host should be an object with some of alpha, beta, devices, memory"),
+        ({**TWO_HOSTS, "host": {"devices": 0}}, "none below 0"),
+        ({**TWO_HOSTS, "host": {"beta": -1}}, "none below 0"),
+        ({**TWO_HOSTS, "host": {"memory": 0}}, "host: memory should be a number above 0"),
         ({**TWO_HOSTS, "speed": [1, 1, 2, 1]}, "speed should be a number above 0 and at most 1"),
     ],
 )
 def test_a_wrong_machine_is_refused_in_a_sentence(run, refused, schedule, tmp_path, machine, words):
     fits = "workers" not in words
     assert words in refused(run("simulate", schedule, "--machine", written(tmp_path, machine)), 1 if fits else 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--topology", "2x2"], "--topology"),
-        (["--topology", "4"], "should be hosts x devices, as in 4x8"),
-        (["--bandwidth", "10"], "--bandwidth is that of a --topology: without one give --beta, the seconds a byte"),
-        (["--topology", "1x2", "--bandwidth", "10"], "the machine has 2 devices, but there are 4 workers"),
-        (["--slow", "4=2"], "--slow 4=2: there are ranks 0 to 3"),
-        (["--slow", "1=0.5"], "should be as 0=1.3"),
-        (["--slow", "1=2,1=3"], "--slow 1=3: rank 1 is given twice"),
-        (["--topology", "1x4", "--bandwidth", "10,1"], "--bandwidth: give one number or, with a --topology of several"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(run, refused, schedule, options, words):
-    assert words in refused(run("simulate", schedule, *options), 2)

@@ -1,17 +1,15 @@
-"""Forward-only lists: what they contain, that they are proved and run, and what is refused in them."""
+"""Forward-only lists: what they contain, that they are proved and run, and that commands know them."""
 
-import io
 import json
 
 import pytest
-from damage import sizes_of
+from compiled import compiled, sizes_of
 from drawn_programs import programs
 from edited_programs import comes_back, runs_with, written
 from examples import examples
 from hypothesis import given, settings
-from reference_machine import CannotExecute, execute
 
-from schedgen import Options, Sizes, check, compile, forward_list, read
+from schedgen import Options, check, compile, forward_list
 from schedgen.ir.instructions import FORWARD_OPS, Op
 from schedgen.schemes import SCHEMES, load
 
@@ -55,79 +53,15 @@ def test_the_forwards_of_any_program_run_in_its_order_on_its_workers(training):
     assert new.tensor_parallel == old.tensor_parallel
 
 
-def one_f_one_b(microbatches):
-    sizes = Sizes(4, microbatches)
-    return compile(load("1f1b", sizes), sizes)
-
-
 def test_an_output_is_freed_where_the_loss_has_been_read():
-    program = forward_list(one_f_one_b(8))
+    program = forward_list(compiled("1f1b", 4, 8))
     ops = [(Op(i.op), i.buffer if i.op == Op.FREE else "") for i in program.instructions(3)]
     for b, at in enumerate(at for at, (op, _) in enumerate(ops) if op == Op.FWD):
         assert ops[at + 1 : at + 3] == [(Op.FREE, f"x.2.{b}"), (Op.FREE, f"x.3.{b}")]
     memory = check(program)
     assert memory.saved.max() == 0
-    assert memory.activation.tolist() == check(forward_list(one_f_one_b(16))).activation.tolist() == [3, 6, 6, 4]
-
-
-# What is refused
-
-
-@pytest.mark.parametrize(
-    ("rank", "instruction"),
-    [
-        (3, {"op": "FWD", "stage": 3, "mb": 0}),
-        (3, {"op": "BWD", "stage": 3, "mb": 0}),
-        (3, {"op": "BWD_W", "stage": 3, "mb": 0}),
-        (3, {"op": "RECOMPUTE", "stage": 3, "mb": 0}),
-        (0, {"op": "STEP", "stage": 0}),
-        (0, {"op": "SEND", "buf": "dw.0", "to": 1}),
-        (0, {"op": "RECV", "buf": "g.0.0", "from": 1}),
-        (0, {"op": "NORM", "group": 0}),
-        (0, {"op": "ALLREDUCE", "buf": "dw.0", "group": 0}),
-    ],
-)
-def test_an_instruction_of_training_is_refused(run, judge, rank, instruction):
-    file = json.loads(run("compile", "1f1b", "--stages", 4, "--microbatches", 4, "--forward", "-o", "-").out)
-    file["groups"] = [[0, 1]]
-    file["programs"][rank].append(instruction)
-    result, path = judge(file)
-    assert result.code == 1 and "(rule 1: " in result.err, result.err
-    program, _ = read(io.BytesIO(path.read_bytes()), "mutant")
-    with pytest.raises(CannotExecute):
-        execute(program)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "reason"),
-    [
-        ("tied", [[0, 1]], "sums no gradients"),
-        ("lowering", {"recompute": [0]}, "redoes nothing"),
-        ("weights", {"B": [0, 1]}, "names all owners"),
-        ("compute", {"B": [0, 1]}, "compute must have F alone"),
-    ],
-)
-def test_a_header_of_training_is_refused(run, tmp_path, key, value, reason):
-    file = json.loads(run("compile", "1f1b", "--stages", 2, "--microbatches", 2, "--forward", "-o", "-").out)
-    file[key] = {**file[key], **value} if isinstance(value, dict) else value
-    path = tmp_path / "file.json"
-    path.write_text(json.dumps(file))
-    result = run("seal", path)
-    assert result.code == 1
-    assert reason in result.err
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["--recompute", "all"], "--recompute does not go with --forward: there is no backward"),
-        (["--memory-limit", "3", "--mode", "greedy"], "--memory-limit does not go with --forward"),
-        (["--updates", "stash"], "--updates stash does not go with --forward"),
-    ],
-)
-def test_options_of_training_are_refused(run, refused, options, reason):
-    result = run("compile", "1f1b", "--stages", 2, "--microbatches", 2, "--forward", *options, "-o", "-")
-    assert reason in refused(result, 2)
+    longer = check(forward_list(compiled("1f1b", 4, 16)))
+    assert memory.activation.tolist() == longer.activation.tolist() == [3, 6, 6, 4]
 
 
 # Commands that read schedules read these lists

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-import hypothesis.strategies as st
 import numpy as np
 import pytest
+from drawn_programs import cases
 from hypothesis import given
 
 from schedgen.checker import check
@@ -18,15 +18,13 @@ from schedgen.compiler.refine import refine
 from schedgen.ir.instructions import COMPUTE, B, F, Kind, Op
 
 
-@given(st.data())
-def test_no_more_copies_of_weights_are_held_than_there_are_slots(cases, data):
-    case = data.draw(cases)
+@given(cases())
+def test_no_more_copies_of_weights_are_held_than_there_are_slots(case):
     assert max(check(case.compile()).weight) <= case.weight_slots
 
 
-@given(st.data())
-def test_jobs_stand_where_w_puts_them_in_the_order_they_start(cases, data):
-    case = data.draw(cases)
+@given(cases())
+def test_jobs_stand_where_w_puts_them_in_the_order_they_start(case):
     program = case.compile()
     for rank in range(case.sizes.workers):
         jobs = [i for i in program.instructions(rank) if i.op in COMPUTE and i.op != Op.RECOMPUTE]
@@ -35,9 +33,8 @@ def test_jobs_stand_where_w_puts_them_in_the_order_they_start(cases, data):
         assert emitted == Counter(zip(*map(np.ndarray.tolist, np.nonzero(case.compute == rank)), strict=True))
 
 
-@given(st.data())
-def test_only_what_w_separates_travels_and_only_once(cases, data):
-    case = data.draw(cases)
+@given(cases())
+def test_only_what_w_separates_travels_and_only_once(case):
     w, batches = case.compute, range(case.sizes.microbatches)
     expected = Counter()
     for p, c in case.edges:
@@ -93,9 +90,9 @@ def assert_fewest_fetches(program):
         assert fetches == fewest_fetches(uses, program.header.lowering["weight_slots"])
 
 
-@given(st.data())
-def test_no_eviction_would_fetch_less(cases, data):
-    assert_fewest_fetches(data.draw(cases).compile())
+@given(cases())
+def test_no_eviction_would_fetch_less(case):
+    assert_fewest_fetches(case.compile())
 
 
 @pytest.mark.parametrize("S", [1, 2, 3, 4, 8, 16])
@@ -107,10 +104,9 @@ def test_with_two_slots_no_weight_of_fsdp_comes_late(run, tmp_path, S):
         assert json.loads(run("stats", path, "--json").out)["latency"] == 3 * S, f"W={W}"
 
 
-@given(st.data())
-def test_send_and_receive_stand_side_by_side_in_the_global_order(cases, data):
+@given(cases())
+def test_send_and_receive_stand_side_by_side_in_the_global_order(case):
     """Executing the global order one instruction after another works, even if every SEND blocks."""
-    case = data.draw(cases)
     _, S, batches = case.compute.shape
     # Any start times that respect pred will do: forwards by stage, then backwards, then W.
     d, s, _ = np.indices(case.compute.shape)

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-import re
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from compiled import compiled
 from edited_programs import written
 from hypothesis import given
 
 from schedgen.checker import check
-from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
-from schedgen.ir.file import parse
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.weights import shard_offsets
-from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.buffer_sizes import BufferSizes
 from schedgen.simulator.footprint import footprint
 from schedgen.simulator.stats import stats
-from schedgen.util.errors import RefusedFile
 
 HAND = """
 import numpy as np
@@ -33,10 +28,6 @@ def w(s, b, d, k, *, workers):
 def n(s, b, d, *, stages):
     return b * 2 * stages + np.where(d == 0, s, 2 * stages - 1 - s)
 """
-
-
-def compiled(name, sizes, **options):
-    return compile(load(name, sizes), sizes, Options(**options))
 
 
 @given(st.integers(0, 10_000), st.integers(1, 70))
@@ -88,92 +79,3 @@ def test_w_says_where_parts_are(tmp_path):
     check(program)
     assert program.header.shard_owners == ((0, 2, 0, 2), (1,), (2, 0))
     assert json.loads(written(program))["scheme"]["shards"] == [4, 1, 2]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (
-            ("ddp", "--workers", "4"),
-            "--shards: w names several owners of the weights of stage 0; each shard needs one owner, as in fsdp",
-        ),
-        (
-            ("1f1b", "--updates", "stash"),
-            "--shards does not go with --updates stash: an owner steps the weights of a stage as a whole",
-        ),
-        (("gpipe", "--shards", "2,2"), "--shards has 2 numbers, but there are 4 stages"),
-        (("gpipe", "--shards", "0"), "argument --shards: '0' is not a whole number of at least 1"),
-        (("gpipe", "--shards", "99999999"), "4 workers x 399999996 shards of weights are too many"),
-    ],
-)
-def test_what_cannot_be_divided_is_refused(run, refused, arguments, reason):
-    options = arguments if "--shards" in arguments else (*arguments, "--shards", "2")
-    said = refused(run("compile", *options, "--stages", 4, "--microbatches", 8, "-o", "-"), 2)
-    assert reason in said
-
-
-def test_tied_weights_are_not_divided(run, refused, graph_file):
-    options = ("--graph", graph_file(stages=4, tied=[[0, 3]]), "--microbatches", 8, "--workers", 4, "--shards", 2)
-    reason = "--shards does not go with ties: stages that share parameters"
-    assert reason in refused(run("compile", "fsdp", *options, "-o", "-"), 2)
-
-
-def test_compute_must_not_depend_on_the_part(run, refused, tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(HAND.format(weights="k % workers", compute="(b + k) % workers"))
-    options = ("--stages", 2, "--microbatches", 4, "--workers", 2, "--shards", 2, "-o", "-")
-    assert "whatever the shard k" in refused(run("compile", path, *options), 2)
-
-
-def edited(program, **changes):
-    raw = json.loads(written(program))
-    raw.pop("sha256")
-    return json.dumps(raw | changes)
-
-
-@pytest.mark.parametrize(
-    ("shards", "reason"),
-    [
-        ([[0, 1]], "shards must be a list of 2 lists of ranks"),
-        ([[0, 1], []], "shards must name an owner in 0..1 of every shard of every stage"),
-        ([[0, 2], [1, 0]], "shards must name an owner in 0..1"),
-        ([[0], [1]], "shards must divide a stage, or be left out"),
-        ([[1, 0], [1, 0]], "the first owner of each stage must be the worker that weights names"),
-        ([[0, 0], [1, 0]], "owners do not agree with weights"),
-        ([[0, 1, 1], [1, 0]], None),
-    ],
-)
-def test_a_header_with_wrong_shards_is_refused(shards, reason):
-    program = compiled("fsdp", Sizes(2, 2, 2, shards=(2,)))
-    if reason is None:  # right as far as the header goes
-        with pytest.raises(RefusedFile, match=r"dw?\.0/2|w\.0/2"):
-            check(parse(edited(program, shards=shards), "file"))
-        return
-    with pytest.raises(RefusedFile, match=reason):
-        parse(edited(program, shards=shards), "file")
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "reason"),
-    [
-        ('"w.0/0"', '"w.0"', "the weights of this stage are divided: name a shard"),
-        ('"w.0/0"', '"w.0/2"', "there is no such shard"),
-        ('"x.0.0"', '"x.0.0/0"', "SEND is written as one of|RECV is written as one of|FREE is written as one of"),
-        ('"op": "STEP", "stage": 0, "shard": 0', '"op": "STEP", "stage": 0', "divided: name a shard"),
-        ('"stage": 0, "shard": 1, "from"', '"stage": 0, "shard": 7, "from"', "there is no such shard"),
-        ('"w.0/0"', '"w.0/00"', "a number has leading zeros"),
-    ],
-)
-def test_a_line_with_a_wrong_part_is_refused(run, refused, tmp_path, old, new, reason):
-    text = written(compiled("fsdp", Sizes(2, 2, 2, shards=(2,)))).decode()
-    assert old in text
-    (tmp_path / "edited.json").write_text(text.replace(old, new, 1))
-    assert re.search(reason, refused(run("check", tmp_path / "edited.json"), 1))
-
-
-def test_a_file_without_parts_takes_none(run, refused, tmp_path):
-    text = written(compiled("fsdp", Sizes(2, 2, 2))).decode()
-    (tmp_path / "edited.json").write_text(text.replace('"w.0"', '"w.0/0"', 1))
-    assert "have no shards" in refused(run("check", tmp_path / "edited.json"), 1)
-    (tmp_path / "edited.json").write_text(text.replace('"STEP", "stage": 0', '"STEP", "stage": 0, "shard": 0', 1))
-    assert "have no shards" in refused(run("check", tmp_path / "edited.json"), 1)

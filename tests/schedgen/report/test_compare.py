@@ -152,8 +152,3 @@ def test_files_are_rows_beside_all_built_in_schemes(write, small, run):
 def test_a_file_that_does_not_fit_is_refused(name, text, said, write, run, refused):
     write(name, text)
     assert said in refused(run("compare", name, *SMALL), 2)
-
-
-def test_what_cannot_be_compared_is_one_sentence(run, refused):
-    assert "--workers" in refused(run("compare", "--stages", "4", "--microbatches", "8"), 2)
-    assert "no scheme fits" in refused(run("compare", *SMALL, "--memory-limit", "1"), 2)

@@ -5,13 +5,13 @@ import shlex
 
 import numpy as np
 import pytest
+from compiled import compiled
 from examples import further
 from golden_cases import EVERY
 from processes import ROOT
 
 from schedgen.checker import checked
 from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
 from schedgen.report.memory_advice import memory_advice, peak_parts
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
@@ -37,7 +37,7 @@ def files(tmp_path):
 
 def test_the_parts_of_a_small_schedule():
     """1F1B's first rank: weights in the optimizer, 4 saved forwards at the peak, what it receives."""
-    program = compile(load("1f1b", SIZES), SIZES)
+    program = compiled("1f1b", SIZES)
     machine = Machine(activation=10, weight=100, saved=1000, owned=300, workspace=7)
     sizes = simulate(program, None, machine).sizes
     parts = peak_parts(program, sizes)
@@ -74,7 +74,7 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", ["1f1b", "fsdp", *further("zb-v", "greedy")])
 def test_every_change_is_what_its_command_compiles(run, files, tmp_path, name):
     """Peak and makespan are the simulator's for the file that the command writes; at most a dozen are compiled."""
     own, other = tmp_path / "own.json", tmp_path / "FILE"
@@ -101,14 +101,14 @@ def kinds(changes):
 def test_each_kind_of_change_is_tried_or_said_not_to_be():
     network = Network(Machine().network.levels, host=HostLink(0.0, 1e-7))
     machine = Machine(activation=1e6, weight=4e6, saved=6e6, owned=12e6)
-    program = compile(load("fsdp", SIZES), SIZES)
+    program = compiled("fsdp", SIZES)
     advice = memory_advice(program, {"F": 1, "B": 2}, machine.on(network))
     tried = {"--recompute", "--offload", "--offload-optimizer", "--weight-slots", "--memory-limit", "--shards", "1f1b"}
     every = kinds(change.change for change in advice.changes) | kinds(advice.not_tried)
     assert every == tried | {"v-min", "v-half", "zb-h1"}
     assert "split" in advice.not_tried["zb-h1"]
     slots = next(change for change in advice.changes if change.change == "--weight-slots 1")
-    again = simulate(compile(load("fsdp", SIZES), SIZES, Options(weight_slots=1)), {"F": 1, "B": 2}, machine)
+    again = simulate(compiled("fsdp", SIZES, weight_slots=1), {"F": 1, "B": 2}, machine)
     assert slots.peak_bytes == again.footprint.peak.max() < advice.peak_bytes
     alone = memory_advice(program, {"F": 1, "B": 2}, machine)
     assert "no machine file" in alone.not_tried["--offload"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from examples import further
 from torch_schedules import dump, schedule
 
 from schedgen.cli.read_schedules import checked
@@ -15,8 +16,8 @@ from schedgen.ir.instructions import COMPUTE, Op
 DATA = Path(__file__).parents[2] / "data"
 REPORTED = DATA / "torch-172668.csv"  # the lists in pytorch issue 172668
 # The schemes whose stages are a chain, each on one rank with its weights, and updated once.
-PIPELINES = ("1f1b", "breadth-first", "depth-first", "dualpipe-v", "gpipe", "hanayo", "interleaved-1f1b")
-PIPELINES += ("interleaved-zb", "v-half", "v-min", "zb-h1", "zb-h2", "zb-v")
+PIPELINES = ("1f1b", "breadth-first", "dualpipe-v", "hanayo", "interleaved-zb", "zb-v")
+PIPELINES += further("depth-first", "gpipe", "interleaved-1f1b", "v-half", "v-min", "zb-h1", "zb-h2")
 
 
 @pytest.fixture
@@ -317,6 +318,7 @@ def test_what_torchs_lists_cannot_say_is_refused_by_name(run, graph_file, refuse
         (("fsdp", "--stages", 4, "--shards", 2), "torch's lists have no FETCH_W, which brings weights to their jobs"),
         (("chimera", "--stages", 4), "torch's lists have no stage on several ranks, as stage 0 is"),
         (("1f1b", "--stages", 4, "--recompute", "0.1"), "torch's lists have no RECOMPUTE"),
+        (("pipedream", "--stages", 4), "torch's lists have no versions"),
         (("1f1b", "--stages", 4, "--forward"), "torch's lists have no forwards without backwards"),
     ):
         assert run("compile", *options, *sizes).code == 0

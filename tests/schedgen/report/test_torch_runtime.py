@@ -28,11 +28,10 @@ def same_gradients(pairs, ranks, folder):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_two_ranks_of_torch_compute_mpiruns_gradients_to_the_bit(run, tmp_path):
+def test_two_ranks_of_torch_compute_mpiruns_gradients_to_the_bit(run, tmp_path, warm_ranks):
     pairs = []
     for name, command in {
         "zb-v": ("compile", "zb-v", "--prefetch", 0, *SIZES),
-        "interleaved-zb": ("compile", "interleaved-zb", *SIZES),
         "dualpipe-v": ("compile", "dualpipe-v", *SIZES),
         "hanayo": ("compile", "hanayo", *SIZES),
         "found": ("search", "v-half", "--cost", "F=3,I=4,W=2", "--budget", 1, *SIZES),

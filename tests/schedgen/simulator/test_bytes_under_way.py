@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
+from drawn_programs import cases
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_memory_plan import random_bytes
 
-from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
 from schedgen.ir.accesses import accesses
 from schedgen.ir.effects import Effect
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
-from schedgen.schemes import load
-from schedgen.schemes.scheme import Sizes
-from schedgen.simulator.buffer_sizes import BufferSizes, bytes_under_way, message_bytes, summed_bytes
+from schedgen.simulator.buffer_sizes import bytes_under_way, message_bytes, summed_bytes
 
 
 def own_rows(program, rank):
@@ -43,25 +40,11 @@ def slow(program, sizes):
 
 
 @settings(max_examples=examples(40))
-@given(st.data())
-def test_every_transfer_counts_until_somebody_waits_for_it(cases, data):
-    program = data.draw(cases).compile()
+@given(st.data(), cases())
+def test_every_transfer_counts_until_somebody_waits_for_it(data, case):
+    program = case.compile()
     header = program.header
     rank = data.draw(st.integers(0, header.workers - 1))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     own, sizes = own_rows(program, rank), random_bytes(rng, header.stages, len(header.graph.edges))
     assert bytes_under_way(own, sizes).tolist() == slow(own, sizes)
-
-
-def test_a_pipeline_of_two():
-    """Rank 0 has two forwards, and then their backwards; x are of 1 byte, g too."""
-    case = Sizes(2, 2, 2)
-    program = own_rows(compile(load("1f1b", case), case, Options()), 0)
-    one, zero = np.ones(2, np.int64), np.zeros(2, np.int64)
-    under_way = bytes_under_way(program, BufferSizes(one, one, one, zero, zero, {}, zero))
-    by_row = [(Op(i.op).name, size) for i, size in zip(program.instructions(0), under_way.tolist(), strict=True)]
-    assert by_row[:10] == [
-        ("FWD", 0), ("SEND", 0), ("RECV", 1), ("FWD", 2), ("SEND", 2), ("RECV", 3),
-        ("BWD", 3), ("FREE", 2), ("FREE", 2), ("BWD", 1),
-    ]  # fmt: skip
-    assert not any(size for _, size in by_row[10:])

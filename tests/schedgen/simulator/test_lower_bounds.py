@@ -2,20 +2,20 @@
 
 import numpy as np
 import pytest
+from compiled import compiled
+from drawn_programs import cases
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.stats import stats
 
 
-@given(st.data())
-def test_no_schedule_is_below_its_bounds(cases, data):
-    case = data.draw(cases)
+@given(st.data(), cases())
+def test_no_schedule_is_below_its_bounds(data, case):
     program = case.compile()
     assert stats(program)["gap"] >= -1e-9
     times = arrays(np.float64, case.sizes.stages, elements=st.integers(1, 5))
@@ -25,7 +25,7 @@ def test_no_schedule_is_below_its_bounds(cases, data):
 
 
 def numbers(name, *sizes, cost=None):
-    return stats(compile(load(name, Sizes(*sizes)), Sizes(*sizes)), cost)
+    return stats(compiled(name, *sizes), cost)
 
 
 def test_redone_forwards_are_in_no_one_s_memory_until_they_are_redone(run, tmp_path):

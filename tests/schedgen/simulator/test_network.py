@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from compiled import compiled
+from drawn_programs import programs
+from event_simulation import simulate as simulate_again
 from hypothesis import given
 from hypothesis import strategies as st
 
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.ir.instructions import Op
-from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.network import HostLink, Level, Network, topology
 from schedgen.simulator.simulate import MESSAGES, simulate
-from tests.helpers.drawn_programs import programs
-from tests.helpers.event_simulation import simulate as simulate_again
 
 
 @st.composite
@@ -51,14 +51,10 @@ def test_a_second_simulation_agrees(data):
     assert run.arrival[program.rows_of(*MESSAGES)].tolist() == arrival.tolist()
 
 
-def made(name, sizes, **options):
-    return compile(load(name, sizes), sizes, Options(**options))
-
-
 @pytest.mark.parametrize(("stages", "end"), [(1, 15), (8, 13.25), (64, 13.03125)])
 def test_sums_of_different_stages_share_links(stages, end):
     """8 GB on 4 workers at 1 GB/s take 12 s in any cut: jobs of 3 s hide at most the sums before the last stage's."""
-    program = made("ddp", Sizes(stages, 4, 4))
+    program = compiled("ddp", Sizes(stages, 4, 4))
     cost = {"F": 1 / stages, "B": 2 / stages}
     assert simulate(program, cost, Machine(beta=1e-9, weight=8 * 10**9 // stages)).end.max() == pytest.approx(end)
 
@@ -66,7 +62,7 @@ def test_sums_of_different_stages_share_links(stages, end):
 @pytest.mark.parametrize(("scheme", "shards", "end"), [("ddp", None, 38), ("fsdp", (8,), 60.75)])
 def test_a_busy_receiver_holds_up_no_other_message(scheme, shards, end):
     """DDP and ZeRO-3 on 8 workers: 28 s of sums after the jobs' 24; 42 s of messages through each link."""
-    program = made(scheme, Sizes(8, 8, 8, shards=shards))
+    program = compiled(scheme, Sizes(8, 8, 8, shards=shards))
     assert simulate(program, {"F": 1, "B": 2}, Machine(beta=0.5 / 128, weight=512)).end.max() == end
 
 
@@ -93,7 +89,7 @@ def test_devices_differ():
 
 def test_a_host_s_card_is_shared():
     """Two hosts of two: each sum of n bytes sends 2 n through a card, twice what two ranks alone would send."""
-    program = made("ddp", Sizes(1, 4, 4))
+    program = compiled("ddp", Sizes(1, 4, 4))
     apart = Network((Level("host", 2, 0, 0), Level("network", 0, 0, 1)))
     runs = [
         simulate(program, {"F": 1, "B": 2}, Machine(weight=60).on(network))

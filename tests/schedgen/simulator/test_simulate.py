@@ -4,76 +4,14 @@ import json
 import math
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+from compiled import compiled
 
-from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
-from schedgen.ir.instructions import COMPUTE, Kind, Op
-from schedgen.schemes import load
+from schedgen.ir.instructions import Kind, Op
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
-from schedgen.simulator.timeline import CAUSES
 
 COST = {"F": 1, "B": 2}
-
-
-def compiled(name, sizes, **options):
-    return compile(load(name, sizes), sizes, Options(**options))
-
-
-def test_a_message_takes_alpha_and_beta_and_the_receiver_waits_for_it():
-    # Two stages, one microbatch: F 1, message 0.5 + 0.25 * 2, F 1, B 2, message, B 2; NORM exchanges numbers, 0.5.
-    program = compiled("gpipe", Sizes(2, 1))
-    run = simulate(program, COST, Machine(alpha=0.5, beta=0.25, activation=2))
-    assert run.end.max() == 1 + 1 + 1 + 2 + 1 + 2 + 0.5
-    assert run.idle.sum(axis=0).tolist() == [2, 5, 0, 0, 0, 3 + 2 * 0.5, 0]  # activation, gradient; NORM
-
-
-def test_a_link_carries_one_message_at_a_time():
-    # Worker 0 sends x.0.b every time unit, each occupies the link for three: the third arrives at 1 + 3 * 3.
-    program = compiled("gpipe", Sizes(2, 3))
-    run = simulate(program, COST, Machine(beta=3.0))
-    sends = np.flatnonzero((program.rows.op == Op.SEND) & (program.rows.kind == Kind.X))
-    assert run.arrival[sends].tolist() == [4, 7, 10]
-
-
-@given(st.data())
-def test_time_adds_up_on_every_rank(cases, data):
-    """Busy and idle time of a rank are all the time to its end; nothing arrives before it is sent."""
-    program = data.draw(cases).compile()
-    machine = Machine(
-        alpha=data.draw(st.sampled_from([0, 0.5, 3])), beta=data.draw(st.sampled_from([0, 0.25])), weight=3
-    )
-    run = simulate(program, program.header.cost, machine)
-    busy = np.bincount(program.rows.rank, run.end - run.start, minlength=program.header.workers)
-    ends = np.zeros(program.header.workers)
-    np.maximum.at(ends, program.rows.rank, run.end)
-    assert run.idle.min() >= 0
-    assert np.allclose(busy + run.idle.sum(axis=1), ends)
-    wait = run.wait
-    at = program.rows.rank[wait > 0] * len(CAUSES) + run.cause[wait > 0]  # every wait has its cause
-    assert np.allclose(np.bincount(at, wait[wait > 0], minlength=run.idle.size), run.idle.ravel())
-    sends = program.rows.op == Op.SEND
-    assert (run.arrival[sends] >= run.start[sends] + machine.alpha + machine.beta).all()
-    work = np.isin(program.rows.op, COMPUTE)
-    assert run.end[work].max() >= busy.max()
-
-
-@given(st.data())
-def test_messages_that_take_no_time_change_no_start_of_a_greedy_order(cases, data):
-    """Where all weights are at home and nothing is recomputed, the list runs as its jobs were ordered."""
-    case = data.draw(cases)
-    case = case._replace(
-        weights=case.compute, compute=np.broadcast_to(case.compute[:1], case.compute.shape), recompute=[]
-    )
-    program = case._replace(weights=case.compute).compile()
-    run = simulate(program, program.header.cost)
-    rows = np.flatnonzero(np.isin(program.rows.op, COMPUTE))
-    for rank in range(program.header.workers):
-        mine = rows[program.rows.rank[rows] == rank]
-        assert (run.start[mine][1:] >= run.end[mine][:-1]).all()
 
 
 def test_relays_spare_the_owner_and_beat_the_star():

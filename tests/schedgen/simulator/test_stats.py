@@ -60,14 +60,6 @@ def _per_microbatch(stage: int | list[int], microbatches: int) -> list[int]:
     return stage if isinstance(stage, list) else [stage] * microbatches
 
 
-# 1F1B [PipeDream, section 3.2]: worker s holds S - s microbatches. GPipe: all of them.
-@pytest.mark.parametrize(("scheme", "peaks"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8])])
-def test_strict_memory(scheme, peaks, measure):
-    numbers, file = measure(scheme, "--stages", 4, "--microbatches", 8)
-    assert file["order"]["mode"] == "strict"
-    assert [worker["peak_activations"] for worker in numbers["workers"]] == peaks
-
-
 @pytest.mark.parametrize("scheme", ["ddp", "fsdp", "gpipe", "1f1b"])
 def test_the_numbers_agree_with_one_another(scheme, measure):
     S, batches = 4, 8

@@ -4,12 +4,12 @@ import re
 from pathlib import Path
 
 import numpy as np
+from compiled import compiled
+from drawn_programs import cases
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schedgen.compiler.compile import compile
-from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
 from schedgen.simulator.simulate import simulate
@@ -30,7 +30,7 @@ from schedgen.simulator.timeline import (
 
 
 def accounted(name, sizes, machine=None, cost=None):
-    program = compile(load(name, sizes), sizes)
+    program = compiled(name, sizes)
     return time_breakdown(program, simulate(program, cost or program.header.cost, machine).timeline())
 
 
@@ -71,9 +71,9 @@ def test_weights_that_travel_are_waited_for_as_transfers():
 
 
 @settings(max_examples=examples(40))
-@given(st.data())
-def test_time_adds_up_and_agrees_with_the_simulation(cases, data):
-    program = data.draw(cases).compile()
+@given(st.data(), cases())
+def test_time_adds_up_and_agrees_with_the_simulation(data, case):
+    program = case.compile()
     costs = {key: data.draw(st.sampled_from([0, 0.5, 3])) for key in ("alpha", "beta", "step")}
     run = simulate(program, program.header.cost, Machine(**costs, weight=3))
     found = time_breakdown(program, run.timeline())
@@ -85,6 +85,9 @@ def test_time_adds_up_and_agrees_with_the_simulation(cases, data):
     np.maximum.at(ends, program.rows.rank, run.end)
     waited = time[:, [WARM_UP, DEPENDENCY, COOL_DOWN, TRANSFER, SEND, SUM]].sum(axis=1) - (found.makespan - ends)
     assert np.allclose(waited, run.idle.sum(axis=1))
+    waits = run.wait > 0  # of each row, and every one has its cause
+    at = program.rows.rank[waits] * len(CAUSES) + run.cause[waits]
+    assert np.allclose(np.bincount(at, run.wait[waits], minlength=run.idle.size), run.idle.ravel())
     assert np.allclose(time[:, SEND], run.idle[:, CAUSES.index("send")])
     assert (time[:, SUM] <= run.idle[:, CAUSES.index("reduction")] + 1e-9).all()
     if costs["alpha"] == costs["beta"] == 0:
@@ -94,7 +97,7 @@ def test_time_adds_up_and_agrees_with_the_simulation(cases, data):
 
 def test_units_do_not_matter():
     sizes = Sizes(4, 4, 4, 2)
-    program = compile(load("fslpp", sizes), sizes)
+    program = compiled("fslpp", sizes)
     run = simulate(program, {"F": 1, "B": 2}, Machine(alpha=0.1))
     one, other = (time_breakdown(program, run.timeline(unit)) for unit in (1.0, 1e6))
     assert np.allclose(1e6 * one.time, other.time) and one.time[:, TRANSFER].any()

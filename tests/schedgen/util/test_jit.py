@@ -10,13 +10,12 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from compiled import compiled
+from examples import further
 
 import schedgen.util.jit
 from schedgen.checker import check
-from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Options
 from schedgen.ir.file import parse, read, write
-from schedgen.schemes import load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.buffer_sizes import buffer_sizes
 from schedgen.simulator.footprint import footprint
@@ -56,7 +55,7 @@ def outcome(function):
 @pytest.mark.parametrize(("name", "sizes", "options"), CASES, ids=[case[0] for case in CASES])
 def test_both_ways_compile_check_write_read_and_simulate_alike(name, sizes, options, monkeypatch):
     def everything():
-        program = compile(load(name, sizes), sizes, Options(**options))
+        program = compiled(name, sizes, **options)
         file = io.BytesIO()
         write(program, file)
         again, fault = read(io.BytesIO(file.getvalue()), "file")
@@ -76,7 +75,7 @@ def test_both_ways_compile_check_write_read_and_simulate_alike(name, sizes, opti
 def test_both_ways_refuse_alike(monkeypatch):
     sizes = Sizes(4, 4, 4)
     file = io.BytesIO()
-    write(compile(load("fsdp", sizes), sizes), file)
+    write(compiled("fsdp", sizes), file)
     good = json.loads(file.getvalue())
     rng = np.random.default_rng(1)
     refusals = set()
@@ -107,7 +106,7 @@ def test_a_kernel_is_compiled_when_its_work_adds_up(monkeypatch):
 
 
 @pytest.fixture
-def compiled(tmp_path):
+def compiled_package(tmp_path):
     """Run a package with jit.py and a kernel that adds another module's number: its result and its cache files."""
     package, kept = tmp_path / "schedgen", tmp_path / "kept"
     (package / "util").mkdir(parents=True)
@@ -118,27 +117,24 @@ def compiled(tmp_path):
         "@kernel\ndef add(a):\n    return a + NUMBER\n\nprint(add.sized(SMALL)(1))\n"
     )
 
-    def compiled(number, first="", **environment):
+    def compiled_package(number):
         (package / "other.py").write_text(f"NUMBER = {number}\n")
         done = subprocess.run(
-            [sys.executable, "-B", "-c", f"{first}import schedgen.mine"], cwd=tmp_path, capture_output=True, text=True,
-            env={**os.environ, "NUMBA_CACHE_DIR": str(kept), **environment},
+            [sys.executable, "-B", "-c", "import schedgen.mine"], cwd=tmp_path, capture_output=True, text=True,
+            env={**os.environ, "NUMBA_CACHE_DIR": str(kept)},
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return int(done.stdout), sorted(file.name for file in kept.rglob("*.nb?"))
 
-    return compiled
+    return compiled_package
 
 
-def test_a_kernel_is_compiled_again_when_another_module_changes(compiled):
-    (first, files), (second, same_files) = compiled(1), compiled(10)
-    assert (first, second) == (2, 11)
-    assert files and same_files == files
-
-
-@pytest.mark.parametrize("size", [0, 20])
-def test_a_kernel_is_compiled_again_where_the_cache_is_damaged(compiled, tmp_path, size):
-    found = compiled(1)
+def test_a_kernel_is_compiled_again_when_another_module_changes_and_where_the_cache_is_damaged(
+    compiled_package, tmp_path
+):
+    (first, files), second = compiled_package(1), compiled_package(10)
+    assert files and first == 2 and second == (11, files)
     (index,) = (tmp_path / "kept").rglob("*.nbi")
-    index.write_bytes(index.read_bytes()[:size])
-    assert compiled(1) == found
+    for size in (20, *further(0)):
+        index.write_bytes(index.read_bytes()[:size])
+        assert compiled_package(10) == second

@@ -66,7 +66,3 @@ def test_quiet_and_no_terminal_have_none(on_terminal, run, monkeypatch, tmp_path
     assert run("compile", "1f1b", *SIZES, "-o", tmp_path / "again.json") == (0, "", "")
     assert run("check", file).err == ""
     assert (tmp_path / "again.json").read_bytes() == file.read_bytes()
-
-
-def test_a_bar_counts_every_step():
-    assert list(progress.over(range(3), "x", 3)) == [0, 1, 2]

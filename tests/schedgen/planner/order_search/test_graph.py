@@ -100,18 +100,3 @@ def test_the_bound_knows_which_outputs_are_apart(per_consumer, first):
     scheme = load("1f1b", Sizes(4, 1))._replace(edges=edges, per_consumer=per_consumer)
     machine = Machine(beta=1, activation=10, edge_activation=[1, 0, 5, 5])
     assert least_time(Question(scheme, Sizes(4, 1), {"F": 1, "B": 2}, machine)) == 12 + 2 * (first + 20)
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ((), "search needs --stages or --graph"),
-        (("--graph", "graph.json", "--stages", 8), "search orders the 4 stages of graph.json as they are: leave --st"),
-        (("--graph", "ties.json"), "tied 1: a tie is two or more different stages in 0..3"),
-    ],
-)
-def test_what_does_not_fit_is_said(words, sentence, graph, run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "ties.json").write_text('{"stages": 4, "tied": [[1]]}')
-    done = run("search", "1f1b", "--microbatches", 4, *words)
-    assert done.code == 2 and sentence in done.err and "Traceback" not in done.err

@@ -5,7 +5,9 @@ import json
 
 import numpy as np
 import pytest
+from compiled import compiled
 from examples import further
+from processes import ROOT
 
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
@@ -27,64 +29,34 @@ from schedgen.simulator.simulate import simulate
 MACHINE = Machine()
 UNIT = {"F": 1, "I": 1, "W": 1}
 
-# Zero Bubble (Qi et al. 2023), table 5: workers, microbatches, F, B, W and a message in us; bubble rates of 1F1B, ZB-H1
-# and ZB-H2, and of ZB-2p, which their search finds with memory for 2p forwards.
-TABLE_5 = [
-    (8, 24, 18522, 18086, 9337, 601, 0.2431, 0.1585, 0.1083, 0.0433),
-    (8, 32, 18513, 18086, 9331, 626, 0.1985, 0.1242, 0.0837, 0.0039),
-    (8, 64, 18546, 18097, 9321, 762, 0.1240, 0.0674, 0.0444, 0.0026),
-    (8, 24, 29718, 29444, 19927, 527, 0.2347, 0.1323, 0.0698, 0.0029),
-    (16, 48, 11347, 11248, 8132, 377, 0.2552, 0.1397, 0.0672, 0.0066),
-    (16, 64, 11307, 11254, 8101, 379, 0.2082, 0.1088, 0.0516, 0.0054),
-    (32, 96, 10419, 10207, 7715, 408, 0.2646, 0.1421, 0.0641, 0.0038),
-]
-
-# The same, table 8, by their code's `arxiv_bubble_rates`; F, B, W are of a half stage. 1F1B, interleaved 1F1B, ZB-H1,
-# ZB-H2, ZB-V. The second: with each microbatch waiting for its message from the last worker to the first. In their code
-# only the first of a round waits, which gives .1499, .1169, .1519, .1184, .1509.
-TABLE_8 = [
-    (16, 48, 14407, 14380, 9676, 1610, 0.2668, 0.1549, 0.1536, 0.0823, 0.0697),
-    (16, 64, 14412, 14393, 9688, 1621, 0.2206, 0.1209, 0.1198, 0.0630, 0.0533),
-    (24, 72, 6763, 6969, 5251, 755, 0.2699, 0.1566, 0.1439, 0.0628, 0.0638),
-    (24, 96, 6783, 6984, 5259, 758, 0.2229, 0.1223, 0.1121, 0.0480, 0.0483),
-    (32, 96, 9458, 9748, 7288, 879, 0.2676, 0.1549, 0.1429, 0.0629, 0.0593),
-]
+PUBLISHED = json.loads((ROOT / "tests" / "data" / "published-orders.json").read_text())
+TABLE_5, TABLE_8, WINDOWS = (PUBLISHED[name]["rows"] for name in ("table-5", "table-8", "windows"))
+COLUMNS = {"table-5": ("1f1b", "zb-h1", "zb-h2"), "table-8": ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2")}
 
 
 def found(name, sizes, cost, machine=MACHINE, budget=30, **limits):
     return search_order(Question(load(name, sizes), sizes, cost, machine, Limits(**limits)), budget)
 
 
-@pytest.mark.parametrize("row", TABLE_5)
-def test_hand_made_columns_of_table_5_come_out_of_the_simulator(row):
-    p, m, f, i, w, c, *rates = row
-    for name, rate in zip(("1f1b", "zb-h1", "zb-h2"), rates, strict=False):
-        sizes = Sizes(p, m, p)
-        program = compile(load(name, sizes), sizes)
-        time = measured(simulate(program, {"F": f, "I": i, "W": w}, Machine(alpha=c)), name == "zb-h2")
-        assert 1 - m * (f + i + w) / time == pytest.approx(rate, abs=6e-5), name
-
-
-@pytest.mark.parametrize("row", TABLE_8)
-def test_hand_made_columns_of_table_8_come_out_of_the_simulator(row):
-    p, m, f, i, w, c, *rates = row
-    for name, rate in zip(("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2"), rates, strict=False):
+@pytest.mark.parametrize(("table", "row"), [(table, row) for table in COLUMNS for row in PUBLISHED[table]["rows"]])
+def test_hand_made_columns_come_out_of_the_simulator(table, row):
+    (p, m), (*times, alpha), halves = row["sizes"], row["times"], 2 if table == "table-8" else 1
+    for name, rate in zip(COLUMNS[table], row["rates"], strict=False):
         chunks = 2 if name == "interleaved-1f1b" else 1
-        sizes, halves = Sizes(chunks * p, m, p), 2 // chunks
-        program = compile(load(name, sizes), sizes)
-        cost = {"F": halves * f, "I": halves * i, "W": halves * w}
-        time = measured(simulate(program, cost, Machine(alpha=c)), name == "zb-h2")
-        assert 1 - 2 * m * (f + i + w) / time == pytest.approx(rate, abs=6e-5), name
+        program = compiled(name, chunks * p, m, p)
+        cost = {d: halves // chunks * time for d, time in zip("FIW", times, strict=True)}
+        time = measured(simulate(program, cost, Machine(alpha=alpha)), name == "zb-h2")
+        assert 1 - halves * m * sum(times) / time == pytest.approx(rate, abs=6e-5), name
 
 
-@pytest.mark.parametrize(("row", "hidden", "heads"), further((TABLE_5[3], 4096, 32), (TABLE_5[1], 2304, 24)))
-def test_the_search_is_at_most_the_found_column_of_table_5(row, hidden, heads):
+@pytest.mark.parametrize("row", further(TABLE_5[3], TABLE_5[1]))
+def test_the_search_is_at_most_the_found_column_of_table_5(row):
     """Memory as in the paper, section 4.1: 34 h + 5 a s of a forward, of which 32 h stay from I to W; s = 1024.
 
     Messages have one byte, for which the limit leaves room: without bytes they would take no time.
     """
-    p, m, f, i, w, c, *_, rate = row
-    saved, half = 34 * hidden + 5 * heads * 1024, 32 * hidden
+    (p, m), (f, i, w, c), rate = row["sizes"], row["times"], row["rates"][-1]
+    saved, half = 34 * row["hidden"] + 5 * row["heads"] * 1024, 32 * row["hidden"]
     machine = Machine(c, activation=1, weight=0, saved=saved, half=half - saved)
     best = found("zb-h1", Sizes(p, m, p), {"F": f, "I": i, "W": w}, machine, 20, objective="window",
                  bytes=2 * p * saved + 10_000)  # fmt: skip
@@ -102,12 +74,9 @@ def test_equal_costs_under_a_limit(limit, value, monkeypatch):
     assert best.optimal and best.bound == value
 
 
-WINDOWS = ((8, 167), (9, 164), (10, 161), (11, 158), (12, 155), (13, 152), (14, 149), (15, 147), (16, 144))
-
-
 @pytest.mark.parametrize(("limit", "value"), [*WINDOWS[::4], *further(*(w for k, w in enumerate(WINDOWS) if k % 4))])
 def test_steady_states_with_two_speeds_are_as_good_as_the_published_search(limit, value):
-    """8 workers, 24 microbatches; sail-sg/zero-bubble's v_auto_schedule.py."""
+    """8 workers, 24 microbatches."""
     sizes = Sizes(16, 24, 8)
     question = Question(load("zb-v", sizes), sizes, UNIT, limits=Limits("window", limit))
     placed = placed_jobs(question)
@@ -120,10 +89,10 @@ def test_steady_states_with_two_speeds_are_as_good_as_the_published_search(limit
 GAPS = [*zip(TABLE_8, (1e-4, 1e-4, 4e-3, 4e-3, 4e-3), strict=True)]
 
 
-@pytest.mark.parametrize(("row", "gap"), [*GAPS[:3], *further(*GAPS[3:])])
+@pytest.mark.parametrize(("row", "gap"), [GAPS[0], GAPS[2], *further(*GAPS[1::2], GAPS[4])])
 def test_the_search_is_at_most_zb_v_of_table_8(row, gap):
     """No order of a V with 1F1B's memory is better by more than the gap, by the bound."""
-    p, m, f, i, w, c, *_, rate = row
+    (p, m), (f, i, w, c), rate = row["sizes"], row["times"], row["rates"][-1]
     cost = {"F": f, "I": i, "W": w}
     best = found("zb-v", Sizes(2 * p, m, p), cost, Machine(c), 1, objective="window", saved=2 * p)
     assert 1 - 2 * m * (f + i + w) / best.value <= rate + 5e-5
@@ -244,7 +213,7 @@ def least(place, cost, limit):
     return best
 
 
-@pytest.mark.parametrize("seed", [*range(5), *further(*range(5, 20))])
+@pytest.mark.parametrize("seed", [*range(3), *further(*range(3, 20))])
 def test_microbatches_that_take_other_ways_may_overtake_one_another(seed):
     """A worker need not do the microbatches of a stage in their order: some are on their way longer than others."""
     pytest.importorskip("ortools")
@@ -286,7 +255,7 @@ def test_a_limit_that_built_in_schemes_leave_no_room_under():
     assert best.value < 183
 
 
-@pytest.mark.parametrize("limit", [22, 36, *further(26)])
+@pytest.mark.parametrize("limit", [22, *further(26, 36)])
 def test_bytes_of_a_worker_are_what_the_simulator_counts(limit):
     """Weights, what is received, and workspaces count, too; activations of 1, saved forwards of 2."""
     sizes, machine = Sizes(8, 8, 4), Machine(alpha=0.1, saved=2, half=1, workspace=1)
@@ -303,7 +272,7 @@ def test_messages_take_the_time_that_they_take_in_the_simulator(activation):
     assert best.value == best.bound == 9 + 6 * 2 * activation and best.optimal
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "chimera", "dualpipe-v"])
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe-v", *further("interleaved-1f1b", "chimera")])
 def test_nothing_is_worse_than_the_built_in_scheme_nor_below_the_bound(name):
     sizes = Sizes(4 if name in ("1f1b", "chimera") else 8, 8, 4)
     scheme = load(name, sizes)

@@ -73,7 +73,7 @@ CASES = {
 }
 
 
-OTHERS = ("a chain of unequal stages", "redoing is free", "one at a time")  # of the same kinds of costs and limits
+OTHERS = ("zb-v, F dear", "a chain of unequal stages", "redoing is free", "one at a time")  # of the same kinds
 
 
 @pytest.mark.parametrize("name", [*(name for name in CASES if name not in OTHERS), *further(*OTHERS)])
