@@ -70,7 +70,7 @@ def start_servers(config: pytest.Config, ask: bool) -> None:
     folder = tempfile.TemporaryDirectory()
     os.environ[WARM] = folder.name
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # not the installed packages, which may be another checkout's
-    servers = WarmServers(Path(folder.name), [environment, environment])
+    servers = WarmServers(Path(folder.name), environment)
     if ask:
         servers.wait()
     rank = [sys.executable, "-I", "-S", str(PROGRAM), "rank", folder.name, "-c", "pass"]
