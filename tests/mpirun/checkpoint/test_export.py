@@ -25,8 +25,26 @@ def tensors(directory: Path) -> dict[str, Tensor]:
     return {name: value for path in sorted(directory.glob("*.safetensors")) for name, value in load_file(path).items()}
 
 
+# Sets up each of several runs, makes a step or none, and exports. Rank 0 prints why one stops.
+EXPORT = """
+from mpirun.checkpoint.export import export
+from mpirun.comm.fail_together import Stop
+from mpirun.model.load_model import load_model
+os.environ["WEIGHTS"] = sys.argv[1]
+for line in sys.argv[2:]:
+    file, name, steps, to, source = json.loads(line)
+    try:
+        with mpirun.Engine(file, lambda stages: load_model(name, stages, 0), threads=1, timeout=0) as run:
+            steps and run.step()
+            with contextlib.redirect_stderr(sys.stdout):
+                export(run.checkpoints.session.part, to, source)
+    except Stop as stop:
+        rank or print(stop)
+"""
+
+
 @pytest.fixture(scope="module")
-def exported(launch, compiled, tmp_path_factory) -> tuple[Path, list[str]]:
+def exported(scripts, compiled, tmp_path_factory) -> tuple[Path, list[str]]:
     """The folder of all exports, with the directory `source` that they began with, and what was printed."""
     folder = tmp_path_factory.mktemp("exports")
     torch.manual_seed(0)
@@ -53,11 +71,8 @@ def exported(launch, compiled, tmp_path_factory) -> tuple[Path, list[str]]:
         (four, PARTLY_FROZEN, 0, "frozen slices", None),
         (chain, gpt2, 0, "chain", None),
     ]
-    lines = [
-        json.dumps({"file": str(file), "model": model, "steps": steps, "to": str(folder / to), "source": of})
-        for file, model, steps, to, of in runs
-    ]
-    result = launch(4, *lines, program=["programs/export_model.py"], env={"WEIGHTS": str(folder / "source")})
+    lines = [json.dumps([str(file), model, steps, str(folder / to), of]) for file, model, steps, to, of in runs]
+    (result,) = scripts(4, [[EXPORT, folder / "source", *lines]])
     assert result.code == 0, result.err
     return folder, result.out.splitlines()
 
