@@ -96,6 +96,7 @@ class Ended(NamedTuple):
     err: str
 
 
+ENDLESS = ["--timeout", "0"]  # of runs in a standing launch, which has a time limit, and needs no watchdog
 MOST = 100  # runs per launch: what runs leave behind, such as communicators, accumulates
 
 
@@ -177,7 +178,8 @@ def several(in_one_launch: Callable[..., list[Any]]) -> Callable[..., list[tuple
     """Runs of mpirun: the exit code and the stdout of each."""
 
     def several(ranks: int, runs: Sequence[Sequence[object]], fresh: bool = False) -> list[tuple[int, str]]:
-        ended = in_one_launch(ranks, [["mpirun", *map(str, run)] for run in runs], fresh=fresh)
+        runs = [[*map(str, run), *([] if run[0] in ("graph", "profile") else ENDLESS)] for run in runs]
+        ended = in_one_launch(ranks, [["mpirun", *run] for run in runs], fresh=fresh)
         return [(code, out) for code, out, _ in ended]
 
     return several
