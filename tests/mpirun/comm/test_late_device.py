@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 from examples import further
@@ -20,21 +19,21 @@ MLP, SMALL = "mpirun.examples.mlp:tiny", "models_for_graphs:mlp_of_four"
 
 @pytest.fixture(scope="module")
 def trained(inside, text, compiled):
-    """Two steps by a schedule, on the CPU and on a late device, once with random delays."""
-    files = {name: schedule(name, compiled) for name, _ in CASES}
-    cases = [*((name, None) for name in files), *CASES]
+    """Three steps by a schedule: on the CPU, on a late device, once with random delays, and by words but for a step."""
     results = {}
-    for name, how in cases:
-        arguments = [files[name], "--model", TRAINED[name], "--text", text, "--steps", 2, "--canonical"]
+    for name, how in CASES:
+        arguments = [schedule(name, compiled), "--model", TRAINED[name], "--text", text, "--steps", 3, "--canonical"]
         held_up = {"delay": 1} if (name, how) == ("1f1b-tensor", "direct") else {}
-        (results[name, how],) = inside(ranks(name), [{"arguments": arguments, "late": how, **held_up}])
+        late = {"arguments": arguments, "late": how, **held_up}
+        by_words = {"arguments": [*arguments, "--stream-words"], "late": how}
+        results[name, how] = inside(ranks(name), [{"arguments": arguments}, late, by_words])
     return results
 
 
-@pytest.mark.parametrize(("name", "how"), CASES)
-def test_a_late_device_changes_no_bit(trained, name, how):
-    assert trained[name, None].code == trained[name, how].code == 0
-    assert trained[name, how].weights == trained[name, None].weights
+@pytest.mark.parametrize("case", CASES, ids=", ".join)
+def test_a_late_device_changes_no_bit_with_events_or_words(trained, case):
+    assert [run.code for run in trained[case]] == [0, 0, 0], trained[case]
+    assert len({run.weights for run in trained[case]}) == 1
 
 
 def test_a_run_on_a_late_device_is_verified_saved_traced_and_goes_on(inside, compiled, text, tmp_path):
@@ -197,13 +196,9 @@ def ended(in_one_launch, arguments) -> dict[Case, tuple[int, str]]:
     """By case, how its run ends: exit code, hash of weights. No other test is in the launch."""
     cases, ended = [*IN_ORDER, *BROKEN], {}
     for scheme, name, how in cases:
-        begin = time.monotonic()
         run = {"arguments": arguments[scheme], "break": name, "late": how}
         ((code, _, weights),) = in_one_launch(2, [run], env={"ORDER": "broken"})
         ended[scheme, name, how] = code, weights
-        bits = "the same" if weights == ended[scheme, None, None][1] else "other"
-        seconds = time.monotonic() - begin
-        print(f"{scheme:13}{how or 'cpu':7}{name or 'in order':48}{seconds:5.1f} s  code {code}, {bits} bits")
     return ended
 
 

@@ -40,12 +40,16 @@ def counts(captured: int, replayed: int) -> str:
 def pairs(inside, text):
     """Runs of some arguments on the CPU, and with graphs on a late device."""
 
-    def pairs(ranks, runs, **requested):
-        """`runs`: pairs of arguments and the path of messages. Returns the pairs of their results."""
+    def pairs(ranks, runs, *more, **requested):
+        """`runs`: pairs of arguments and the path of messages. Returns the pairs of their results.
+
+        `more`: options of mpirun on the late device alone.
+        """
         requests = []
         for arguments, how in runs:
             arguments = ["--steps", STEPS, *arguments, "--text", text, "--canonical"]
-            requests += [{"arguments": arguments}, {"arguments": [*arguments, "--graphs"], "late": how, **requested}]
+            late = {"arguments": [*arguments, "--graphs", *more], "late": how, **requested}
+            requests += [{"arguments": arguments}, late]
         results = inside(ranks, requests)
         return list(zip(results[::2], results[1::2], strict=True))
 
@@ -54,11 +58,12 @@ def pairs(inside, text):
 
 @pytest.fixture(scope="module")
 def trained(pairs, compiled):
-    """By case: the number of jobs of its schedule, and the results of its pair of runs."""
+    """By case: the number of jobs of its schedule, and the results of its pair of runs; staged ones are by words."""
     results = {}
     for name, how in CASES:
         file = schedule(name, compiled, 4 if name == "fsdp-sharded" else 2)
-        (pair,) = pairs(ranks(name), [([file, "--model", TRAINED[name]], how)])
+        words = ["--stream-words"] if how == "staged" else []
+        (pair,) = pairs(ranks(name), [([file, "--model", TRAINED[name]], how)], *words)
         results[name, how] = jobs(file), pair
     return results
 
@@ -85,9 +90,9 @@ MODELS = {
 def modelled(pairs, compiled):
     runs = []
     for model, (options, arguments) in MODELS.items():
-        schedule = compiled("1f1b", stages=4, microbatches=2, **options)
+        schedule = compiled("1f1b", **{"stages": 4, **options}, microbatches=2, workers=2)
         runs.append(([schedule, "--model", model, *arguments], "direct"))
-    return dict(zip(MODELS, pairs(4, runs), strict=True))
+    return dict(zip(MODELS, pairs(2, runs), strict=True))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -124,9 +129,9 @@ REFUSED |= further(
 
 @pytest.fixture(scope="module")
 def refused(pairs, compiled):
-    schedule = compiled("1f1b", stages=4, microbatches=2)
+    schedule = compiled("1f1b", stages=4, microbatches=2, workers=2)
     runs = [([schedule, "--model", model], "direct") for model in REFUSED]
-    return dict(zip(REFUSED, pairs(4, runs, waits=True), strict=True))
+    return dict(zip(REFUSED, pairs(2, runs, waits=True), strict=True))
 
 
 @pytest.mark.parametrize("model", REFUSED)
