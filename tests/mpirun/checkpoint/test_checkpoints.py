@@ -33,10 +33,10 @@ SCHEDULES = {
     "fslpp on 4": ("fslpp", {"stages": 8, "workers": 4, "groups": 2}),
     "zb-v on 4": ("zb-v", {"stages": 8, "workers": 4}),
 }
-OPTIONS = {"adamw": [], "sgd": ["--optimizer", "sgd", "--momentum", 0.9, "--lr", 0.1]}
+OPTIONS = {"adamw": [], **dict(further(("sgd", ["--optimizer", "sgd", "--momentum", 0.9, "--lr", 0.1])))}
 RESUMED = (
-    *further(("adamw", "1f1b on 4"), ("adamw", "fslpp on 4"), ("sgd", "1f1b on 4")),
-    *(("adamw", "ddp on 2"), ("adamw", "one process"), ("adamw", "zb-v on 4"), ("sgd", "fslpp on 4")),
+    *(("adamw", "ddp on 2"), ("adamw", "one process"), ("adamw", "zb-v on 4"), ("adamw", "fslpp on 4")),
+    *further(("adamw", "1f1b on 4"), ("sgd", "fslpp on 4"), ("sgd", "1f1b on 4")),
 )
 
 
