@@ -33,14 +33,6 @@ SLICED = {"stages": 4, "replicated": [0]}  # a graph
 PAIR = {"stages": 1, "tensor": 4, "graph": {"stages": 2}}  # options of compile
 
 
-def test_late_devices_and_late_messages_change_no_bit(inside, compiled, text):
-    """By a schedule with split backwards."""
-    file = compiled("zb-v", stages=4, tensor=2, graph={"stages": 8, "replicated": [0]}, microbatches=2)
-    arguments = [file, "--model", GPT, "--text", text, "--steps", 2]
-    ended = inside(4, [{"arguments": arguments, **run} for run in ({}, {"late": "staged", "delay": 1})])
-    assert [run.code for run in ended] == [0, 0] and len({run.weights for run in ended}) == 1
-
-
 def test_what_reads_a_sum_waits_for_it(several, traces, text, tmp_path):
     """The ALLREDUCE that starts the sum does not wait."""
     run = [traces / "1f1b-tensor.json", "--model", GPT, "--text", text, "--steps", 2, "--trace", tmp_path / "trace"]
