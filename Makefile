@@ -7,7 +7,6 @@
 # make test-check  10,000 random programs, 200,000 mutants
 # make test-fuzz  100,000 hostile files and options
 # make test-models  architectures of the transformers library, split
-# make test-examples  the training scripts of mpirun/examples, killed, resumed and exported
 # make test-crash  100 runs killed at any time, and resumed
 # make test-gpu  the tests that need a GPU: build/gpu.txt, and one line per check in build/gpu-summary.txt
 # make test-slurm  jobs on a two-node Slurm cluster, set up on this machine: needs root and Debian's slurm-wlm and munge
@@ -51,7 +50,7 @@ export OMPI_MCA_opal_common_ucx_devices=any
 export MPIR_CVAR_NOLOCAL=1
 endif
 
-.PHONY: venv launcher run lint test test-all test-slurm test-gpu test-hosts test-check test-fuzz test-models test-examples
+.PHONY: venv launcher run lint test test-all test-slurm test-gpu test-hosts test-check test-fuzz test-models
 .PHONY: test-crash traces pictures curves bench bench-compile bench-run clean
 .DEFAULT_GOAL := run
 
@@ -82,7 +81,7 @@ run: launcher
 	$(MPIEXEC) -n 4 $(BIN)/python -m mpirun build/1f1b.json --model mpirun.examples.gpt:tiny --steps $(STEPS) --clip 1 \
 	    --canonical --verify $(if $(GPU),--gpu-messages direct)
 
-test test-all test-examples test-crash: export CUDA_VISIBLE_DEVICES := # test-gpu tests GPUs
+test test-all test-crash: export CUDA_VISIBLE_DEVICES := # test-gpu tests GPUs
 test-all: export SCHEDGEN_EXAMPLES := 1
 test test-all: launcher
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
@@ -95,9 +94,6 @@ test-check: launcher
 
 test-fuzz: venv
 	SCHEDGEN_EXAMPLES=100000 $(BIN)/python -m pytest -n 1 tests/schedgen/cli/test_fuzz.py
-
-test-examples: launcher
-	$(BIN)/python tests/helpers/run_examples.py
 
 test-models: venv
 	$(BIN)/python tests/helpers/architectures.py

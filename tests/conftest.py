@@ -4,7 +4,8 @@ The whole suite (`pytest -n 2`) compiles all kernels first, with bounds checks, 
 is: that takes a tenth of the time. Compiling takes a minute, and each change of a source file makes it necessary again.
 So a plain `pytest FILE` interprets them where they are not compiled yet. Tests that start a command see small inputs
 interpreted; test_jit.py compares both ways. Every process computes in one thread, since a test runs on each core.
-Bytecode is cached: tests start hundreds of processes.
+Bytecode is cached: tests start hundreds of processes. Their files lie in memory where there is room, for checkpoints
+are synced, and would wait for the disk.
 """
 
 import os
@@ -31,6 +32,8 @@ os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parents[1] / ".pytes
 
 INTERPRETED = 20_000_000  # `jit.SMALL` where no kernels are kept: more than tests of the compiler need of any kernel
 KEPT = Path(os.environ["NUMBA_CACHE_DIR"]) / "compiled"
+ROOM = 4 * 2**30  # bytes that MEMORY should have
+MEMORY = Path("/dev/shm")
 WARM = "WARM_RANKS"  # environment variable: the folder of the servers, which all pytest workers share
 
 
@@ -39,10 +42,17 @@ def pytest_configure(config: pytest.Config) -> None:
     is_worker, kept = hasattr(config, "workerinput"), kernels_are_kept()
     schedgen.util.jit.SMALL = 0 if is_worker or kept else INTERPRETED
     if not is_worker:
+        if MEMORY.is_dir() and has_room(os.statvfs(MEMORY)):
+            os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
         to_compile = bool(config.getoption("numprocesses", None)) and not kept
         start_servers(config, ask=to_compile)
         if to_compile:
             compile_kernels()
+
+
+def has_room(memory: os.statvfs_result) -> bool:
+    """Whether files in memory have room, and may be executed, as some of the tests' are."""
+    return memory.f_bavail * memory.f_frsize > ROOM and not memory.f_flag & os.ST_NOEXEC
 
 
 def kernels_are_kept() -> bool:
@@ -70,7 +80,7 @@ def start_servers(config: pytest.Config, ask: bool) -> None:
     folder = tempfile.TemporaryDirectory()
     os.environ[WARM] = folder.name
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # not the installed packages, which may be another checkout's
-    servers = WarmServers(Path(folder.name), [environment, environment])
+    servers = WarmServers(Path(folder.name), environment)
     if ask:
         servers.wait()
     rank = [sys.executable, "-I", "-S", str(PROGRAM), "rank", folder.name, "-c", "pass"]

@@ -1,13 +1,12 @@
-"""Plain modules as models: traced, cut into stages, and fed from a text. `--model split_models:NAME`."""
+"""Plain modules, what they are fed with, and how stages that are cut out of them are compared with them."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
 import plain_models
 import torch
 import torch.nn.functional as nnf
@@ -15,63 +14,31 @@ import torch.utils._pytree as pytree
 from plain_models import LENGTH, WORDS
 from torch import Tensor, nn
 
-from mpirun import Cut, Input, Model, Value, split, split_sequential
-
-Make = Callable[
-    [Tensor], tuple[Any, Any]
-]  # pieces of text, shape (samples, 2 * LENGTH), below WORDS -> (input, target)
-SAMPLES = 4
-FIRST: dict[int, list[Tensor]] = {}  # by the id of cached stages
-MASK = (torch.arange(LENGTH) < LENGTH - 1).long().repeat(SAMPLES, 1)
+from mpirun import Cut, Input, Value, split, split_sequential
 
 
-def _model(
-    module: Callable[[], nn.Module],
-    loss: Callable[[Any, Any], Tensor],
-    data: Make,
-    points: Sequence[str],
-    init: Callable[[nn.Module], None] | None,
-    stages: int,
-    shared: str,
-) -> Model:
-    def batch(text: Tensor, rng: np.random.Generator) -> tuple[Any, Any]:
-        starts = torch.from_numpy(rng.integers(0, len(text) - 2 * LENGTH, SAMPLES))
-        return data(text[starts[:, None] + torch.arange(2 * LENGTH)].long() % WORDS)
+class Plain(NamedTuple):
+    """A plain module as a model."""
 
-    torch.manual_seed(0)
-    example, _ = data(torch.zeros(SAMPLES, 2 * LENGTH, dtype=torch.long))
-    args, kwargs = ((), example) if isinstance(example, dict) else (example, {})
-    where = {"points": points} if len(points) + 1 == stages else {"stages": stages}
-    cut = split(module().train(), args, kwargs, shared=shared, init=init, **where)
-    return cut.model(loss, batch, 2 * LENGTH)
+    make: Callable[[], nn.Module]
+    loss: Callable[[Any, Any], Tensor]
+    data: Callable[[Tensor], tuple[Any, Any]]  # shape (samples, 2 * LENGTH), below WORDS -> (input, target)
+    points: Sequence[str] = ()  # where four stages begin; otherwise cuts are found
+    init: Callable[[nn.Module], None] | None = None  # of a module on the meta device
 
+    def cut(self, stages: int, shared: str = "transmit") -> Cut:
+        """The module in stages, traced on 4 samples; the same values every time."""
+        torch.manual_seed(0)
+        module, (example, _) = self.make().train(), self.batch(0, 4)
+        if isinstance(module, nn.Sequential):
+            return split_sequential(module, stages)
+        args, kwargs = ((), example) if isinstance(example, Mapping) else (example, {})
+        where = {"points": self.points} if len(self.points) + 1 == stages else {"stages": stages}
+        return split(module, args, kwargs, shared=shared, init=self.init, **where)
 
-def named(
-    name: str,
-    module: Callable[[], nn.Module],
-    loss: Callable[[Any, Any], Tensor],
-    data: Make,
-    points: Sequence[str] = (),
-    init: Callable[[nn.Module], None] | None = None,
-) -> None:
-    """Define two functions of this module: `name`, and `name_replicated`, whose shared parameters are copies.
-
-    `points`: where four stages begin; otherwise cuts are found. `init`: initializes a module on the meta device.
-    """
-    for suffix, shared in (("", "transmit"), ("_replicated", "replicate")):
-        made = functools.partial(_model, module, loss, data, points, init, shared=shared)
-        globals()[name + suffix] = made if init else functools.partial(_with_first_values, functools.cache(made))
-
-
-def _with_first_values(make: Callable[..., Model], stages: int) -> Model:
-    """What `make` made for this number of stages, with the values that it had then: a run trains the module."""
-    model = make(stages=stages)
-    tensors = [x for stage in model.stages for x in (*stage.parameters(), *stage.buffers())]
-    for x, value in zip(
-        tensors, FIRST.setdefault(id(model.stages), [x.detach().clone() for x in tensors]), strict=True
-    ):
-        x.data, x.grad = value.clone(), None
-    return model
+    def batch(self, number: int, samples: int = 16) -> tuple[Any, Any]:
+        """The input and the target of so many samples, drawn by a number."""
+        return self.data(torch.randint(WORDS, (samples, 2 * LENGTH), generator=torch.Generator().manual_seed(number)))
 
 
 def words(scores: Tensor, target: Tensor) -> Tensor:
@@ -83,12 +50,13 @@ def tower_loss(output: tuple[Tensor, tuple[Tensor, Tensor]], target: Tensor) -> 
 
 
 def with_mask(text: Tensor) -> tuple[Any, Any]:
-    return {"tokens": text[:, :LENGTH], "mask": MASK}, text[:, 1 : LENGTH + 1]
+    mask = (torch.arange(LENGTH) < LENGTH - 1).long().repeat(len(text), 1)
+    return {"tokens": text[:, :LENGTH], "mask": mask}, text[:, 1 : LENGTH + 1]
 
 
 def pair(text: Tensor) -> tuple[Any, Any]:
-    image = text.repeat(1, 12).view(SAMPLES, 3, 8, 8).float() / WORDS
-    return {"text": text[:, :LENGTH], "image": image}, torch.arange(SAMPLES)
+    image = text.repeat(1, 12).view(-1, 3, 8, 8).float() / WORDS
+    return {"text": text[:, :LENGTH], "image": image}, torch.arange(len(text)) % 4
 
 
 def image(text: Tensor) -> tuple[Any, Any]:
@@ -112,33 +80,8 @@ def set_values(module: nn.Module) -> None:
         module.reset_parameters()
 
 
-named("gpt2", plain_models.GPT2Like, scores_of, with_mask)
-named("tied", plain_models.Tied, scores_of, with_mask)
-named("without_values", tied_on_meta, scores_of, with_mask, init=lambda module: None)
-named("tied_on_meta", tied_on_meta, scores_of, with_mask, init=set_values)
-named("resnet", plain_models.ResNetLike, nnf.cross_entropy, image, ["down2", "middle", "up2"])
-named(
-    "encoder_decoder",
-    plain_models.EncoderDecoder,
-    words,
-    lambda text: ((text[:, :LENGTH], text[:, LENGTH:]), text[:, LENGTH:].roll(-1, 1)),
-    ["encoder.1", "target", "decoder.1"],
-)
-named("two_tower", plain_models.TwoTower, tower_loss, pair, ["text.1", "image", "project"])
-
-
-@functools.cache
-def sequential(stages: int) -> Model:
-    """Layers with buffers."""
-
-    def make(text: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-        starts = torch.from_numpy(rng.integers(0, len(text) - LENGTH, 3))
-        pieces = text[starts[:, None] + torch.arange(LENGTH)].long() % WORDS
-        return pieces.float() / WORDS, pieces[:, 0]
-
-    torch.manual_seed(0)
-    layers = [nn.Linear(LENGTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, WORDS)]
-    return split_sequential(nn.Sequential(*layers), stages).model(nnf.cross_entropy, make, LENGTH)
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(LENGTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, WORDS))
 
 
 def transformer(name: str, attention: str = "sdpa") -> nn.Module:
@@ -164,11 +107,24 @@ def transformer(name: str, attention: str = "sdpa") -> nn.Module:
 
 def labelled(text: Tensor) -> tuple[Any, Any]:
     before, behind = (part.contiguous() for part in text.split(LENGTH, 1))
-    return {"input_ids": before, "attention_mask": MASK, "labels": behind}, behind
+    return {"input_ids": before, "attention_mask": with_mask(text)[0]["mask"], "labels": behind}, behind
 
 
-for _name in ("gpt2", "bert", "t5"):
-    named(f"transformers_{_name}", functools.partial(transformer, _name), lambda output, _: output.loss, labelled)
+PLAIN = {
+    "gpt2": Plain(plain_models.GPT2Like, scores_of, with_mask),
+    "tied": Plain(plain_models.Tied, scores_of, with_mask),
+    "tied_on_meta": Plain(tied_on_meta, scores_of, with_mask, init=set_values),
+    "resnet": Plain(plain_models.ResNetLike, nnf.cross_entropy, image, ["down2", "middle", "up2"]),
+    "encoder_decoder": Plain(
+        plain_models.EncoderDecoder,
+        words,
+        lambda text: ((text[:, :LENGTH], text[:, LENGTH:]), text[:, LENGTH:].roll(-1, 1)),
+        ["encoder.1", "target", "decoder.1"],
+    ),
+    "two_tower": Plain(plain_models.TwoTower, tower_loss, pair, ["text.1", "image", "project"]),
+    "sequential": Plain(layers, nnf.cross_entropy, lambda text: (text[:, :LENGTH] / WORDS, text[:, 0])),
+    "t5": Plain(functools.partial(transformer, "t5"), lambda output, _: output.loss, labelled),
+}
 
 
 def score(output: Any) -> Tensor:

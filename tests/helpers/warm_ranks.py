@@ -1,6 +1,6 @@
 """Warm ranks: ranks of a launch that are forked from a server that has imported torch, so that none imports it itself.
 
-    python warm_ranks.py serve FOLDER NAME [CALLS]            a server: listens on the Unix socket FOLDER/NAME
+    python warm_ranks.py serve FOLDER NAME                    a server: listens on the Unix socket FOLDER/NAME
     python warm_ranks.py mpiexec FOLDER MPIEXEC ARGUMENTS     MPIEXEC ARGUMENTS, with warm ranks
     python warm_ranks.py rank FOLDER ARGUMENTS                a stand-in for `python ARGUMENTS`
 
@@ -10,11 +10,11 @@ directory and open files to a server, which forks a child; the child takes them 
 rank: MPI is initialized only there. Meanwhile the `rank` process relays signals to the child, then exits as it did; if
 the `rank` process dies, the server kills the child. Started without mpiexec, `rank` is a launch of one rank.
 
-A server imports torch on the first request, and then makes CALLS, each MODULE:FUNCTION:NUMBER, whose results ranks find
-cached. There are two servers, for even and for odd ranks, so that string hashes differ between ranks, as they do
-between processes. A rank is started cold, as a Python that imports torch itself, where no server listens, for another
-MPI than MPICH, with Python's options other than -c and -m, with COLD_RANKS=1, and where variables that Python or a
-library reads once, on startup, are not those of the server, which appends their names to FOLDER/in-the-way.
+A server imports torch on the first request. There are two servers, for even and for odd ranks, so that string hashes
+differ between ranks, as they do between processes. A rank is started cold, as a Python that imports torch itself, where
+no server listens, for another MPI than MPICH, with Python's options other than -c and -m, with COLD_RANKS=1, and where
+variables that Python or a library reads once, on startup, are not those of the server, which appends their names to
+FOLDER/in-the-way.
 
 A warm rank exits as Python does, but without tearing down the modules and libraries that it was forked with, which
 would take longer than most ranks run.
@@ -130,8 +130,8 @@ class Request(NamedTuple):
 class Server:
     """Forks a rank for every `rank` process that connects to the socket `path`, until stdin is closed."""
 
-    def __init__(self, path: str, calls: list[str]) -> None:
-        """Wait for the first connection, then import what ranks need and make the calls; later connections wait."""
+    def __init__(self, path: str) -> None:
+        """Wait for the first connection, then import what ranks need; later connections wait."""
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.listener.bind(f"{path}-")
         self.listener.listen(64)
@@ -143,7 +143,6 @@ class Server:
         atexit.register(keep_inherited)  # registered first, hence called last
         gc.disable()
         warm_up()
-        make(calls)
         end_here()
         gc.collect()
         gc.freeze()
@@ -227,15 +226,6 @@ def warm_up() -> None:
         torch.nn.functional.linear(torch.empty(1, 1), torch.empty(1, 1))
 
 
-def make(calls: list[str]) -> None:
-    """Call functions of modules beside this file, which cache what they return."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    for call in calls:
-        module, function, number = call.split(":")
-        getattr(importlib.import_module(module), function)(int(number))
-    del sys.path[0]
-
-
 def end_here() -> None:
     """Skip, at exit, the exit handlers of C and destructors of libraries that are registered by now."""
     libc = ctypes.CDLL(None)
@@ -311,7 +301,7 @@ def run(words: list[str]) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         del sys.path[0]
-        asked = Server(str(Path(*sys.argv[2:4])), sys.argv[4:]).serve()
+        asked = Server(str(Path(*sys.argv[2:4]))).serve()
         begin(asked)
         run(asked.words)
     else:

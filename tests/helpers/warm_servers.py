@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 PROGRAM = Path(__file__).with_name("warm_ranks.py")
@@ -18,22 +18,12 @@ PROGRAM = Path(__file__).with_name("warm_ranks.py")
 class WarmServers:
     """The two servers, which listen on FOLDER/0 and FOLDER/1."""
 
-    def __init__(
-        self,
-        folder: Path,
-        environments: Sequence[Mapping[str, str]],
-        calls: Sequence[str] = (),
-        python: Sequence[str] = (),
-    ) -> None:
-        """Start each server in its environment. `calls`: as in warm_ranks.py; `python`: a stand-in for Python."""
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        """Start the servers."""
         self.sockets = [folder / name for name in ("0", "1")]
+        serve = [sys.executable, str(PROGRAM), "serve", str(folder)]
         self.processes = [
-            subprocess.Popen(
-                [*(python or (sys.executable,)), str(PROGRAM), "serve", str(folder), socket.name, *calls],
-                stdin=subprocess.PIPE,
-                env=environment,
-            )
-            for socket, environment in zip(self.sockets, environments, strict=True)
+            subprocess.Popen([*serve, socket.name], stdin=subprocess.PIPE, env=environment) for socket in self.sockets
         ]
 
     def wait(self) -> None:

@@ -88,6 +88,11 @@ def launch(tmp_path_factory: pytest.TempPathFactory, warm_ranks: list[str]) -> C
     return launch
 
 
+def endless(run: Sequence[object]) -> list[str]:
+    """The words of a run in a standing launch, which has a time limit, and needs no watchdog."""
+    return [*map(str, run), *([] if run[0] in ("graph", "profile") else ["--timeout", "0"])]
+
+
 class Ended(NamedTuple):
     """How one of several runs in a launch ended; `out` and `err` of all ranks."""
 
@@ -177,7 +182,7 @@ def several(in_one_launch: Callable[..., list[Any]]) -> Callable[..., list[tuple
     """Runs of mpirun: the exit code and the stdout of each."""
 
     def several(ranks: int, runs: Sequence[Sequence[object]], fresh: bool = False) -> list[tuple[int, str]]:
-        ended = in_one_launch(ranks, [["mpirun", *map(str, run)] for run in runs], fresh=fresh)
+        ended = in_one_launch(ranks, [["mpirun", *endless(run)] for run in runs], fresh=fresh)
         return [(code, out) for code, out, _ in ended]
 
     return several
@@ -201,7 +206,7 @@ def inside(in_one_launch: Callable[..., list[Any]]) -> Callable[..., list[Seen]]
     """Runs of mpirun, each an object as programs/inspected_run.py takes them."""
 
     def inside(ranks: int, runs: Sequence[dict[str, Any]]) -> list[Seen]:
-        runs = [{**run, "arguments": list(map(str, run["arguments"]))} for run in runs]
+        runs = [{**run, "arguments": endless(run["arguments"])} for run in runs]
         return [Seen(*result) for result in in_one_launch(ranks, runs)]
 
     return inside

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from refusals import COMMANDS, MODEL, SCRIPT, SCRIPTS, TESTS, Table
 
-TOWERS = {"graph": {"stages": 4, "edges": [[0, 3], [1, 2], [2, 3]]}, "microbatches": 8, "workers": 4}
+TOWERS = {"graph": {"stages": 4, "edges": [[0, 3], [1, 2], [2, 3]]}, "microbatches": 8, "workers": 2}
 SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
     "two": ("1f1b", {"stages": 2, "microbatches": 2}),
     "chain": ("1f1b", {"stages": 4, "microbatches": 4, "workers": 2}),
-    "pipedream": ("pipedream", {"stages": 4, "microbatches": 8}),
-    "tensor2": ("1f1b", {"stages": 1, "microbatches": 2, "tensor": 4, "graph": {"stages": 2}}),
-    "tensor8": ("1f1b", {"stages": 1, "microbatches": 2, "tensor": 4, "graph": {"stages": 8}}),
+    "pipedream": ("pipedream", {"stages": 2, "microbatches": 4}),
+    "tensor2": ("1f1b", {"stages": 1, "microbatches": 2, "tensor": 2, "graph": {"stages": 2}}),
+    "tensor8": ("1f1b", {"stages": 1, "microbatches": 2, "tensor": 2, "graph": {"stages": 8}}),
     "forwards": ("1f1b", {"stages": 2, "microbatches": 2, "forward": True}),
     "1f1b": ("1f1b", TOWERS),
     "ddp": ("ddp", TOWERS),

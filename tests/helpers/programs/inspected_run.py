@@ -8,6 +8,7 @@
                broken_graphs.py
     waits      on a late device: any instruction may wait for it
     pinned     on a late device, staged: prints the bytes of host memory that messages arrive in, and of planned memory
+    transport  "in-order:...": MPI delivers as that transport does
     record     a file for a `Record` of all stages; needs --verify
     owned      a file for the bytes that every rank owns in the end, as JSON
     copies     a file for the hashes of the weights that every rank owns in the end, by stage, as JSON
@@ -25,6 +26,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,6 +35,7 @@ import numpy as np
 import torch
 from broken_graphs import BREAKS as BROKEN_GRAPHS
 from broken_order import breaking
+from in_order_transport import InOrderTransport
 from late_device import Late
 from mpi4py import MPI
 
@@ -169,12 +172,20 @@ def calls_of_mpi(calls: bool) -> contextlib.ExitStack:
     return stack
 
 
+def delivered(transport: str | None) -> contextlib.AbstractContextManager[object]:
+    """A context in which MPI delivers in order; None: it does as always."""
+    if transport is None:
+        return contextlib.nullcontext()
+    return mock.patch("mpirun.engine.build.make_transport", partial(InOrderTransport, transport))
+
+
 def execute(request: dict[str, Any]) -> tuple[int, str, str]:
     """Execute a run; return its exit code, its stdout and a hash of its weights. Collective."""
     out = io.StringIO()
     late = computing_late(request.get("late"), request.get("break"), "--stream-words" in request["arguments"])
     looks = slow_looks() if "delay" in request else contextlib.nullcontext()
-    with contextlib.redirect_stdout(out), late, calls_of_mpi(request.get("calls", False)), looks:
+    order = delivered(request.get("transport"))
+    with contextlib.redirect_stdout(out), late, calls_of_mpi(request.get("calls", False)), looks, order:
         if request["arguments"][0] == "profile":
             with mock.patch("mpirun.comm.machine_speed.SIZES", [8, 2**10, 2**20]):
                 return main(request["arguments"]), out.getvalue(), ""

@@ -2,7 +2,7 @@
 
 Rank 0 prints them as JSON:
 
-    waiting      by rank, of a wait of 1 s: processor time / time
+    waiting      by rank, of a wait of half a second: processor time / time
     transfer     of 16 MiB from rank 0 to rank 1 when both only wait: each of several times
     plain        by repetition: how long rank 1 still waits for it after a long computation
     thread       as `plain`, with `MessageProgress.with_thread` the computations of both
@@ -25,7 +25,7 @@ from mpirun.comm.transport import Transport
 
 WORLD = MPI.COMM_WORLD
 BYTES = 2**24
-REPETITIONS = 15
+REPETITIONS = 7
 
 
 def waiting(transport: Transport) -> list[float]:
@@ -36,7 +36,7 @@ def waiting(transport: Transport) -> list[float]:
         receives = [transport.receive(tokens[other], other, 2) for other in others]
         for receive in receives:
             receive.start()
-        time.sleep(1)
+        time.sleep(0.5)
         sends = [transport.send(token, other, 1) for other in others]
         share = share_of_a_core(lambda: [transport.wait(receive.done) for receive in receives])
         for done in sends:
@@ -45,7 +45,7 @@ def waiting(transport: Transport) -> list[float]:
         receive = transport.receive(token, 0, 1)
         receive.start()
         share = share_of_a_core(lambda: transport.wait(receive.done))
-        time.sleep(1)
+        time.sleep(0.5)
         transport.wait(transport.send(token, 0, 2))
     return WORLD.allgather(share)
 

@@ -25,8 +25,26 @@ def tensors(directory: Path) -> dict[str, Tensor]:
     return {name: value for path in sorted(directory.glob("*.safetensors")) for name, value in load_file(path).items()}
 
 
+# Exports of several runs, each after its next step, if it should make one. Rank 0 prints why one stops.
+EXPORT = """
+from mpirun.checkpoint.export import export
+from mpirun.comm.fail_together import Stop
+from mpirun.model.load_model import load_model
+os.environ["WEIGHTS"] = sys.argv[1]
+for file, name, exports in map(json.loads, sys.argv[2:]):
+    try:
+        with mpirun.Engine(file, lambda stages: load_model(name, stages, 0), threads=1, timeout=0) as run:
+            for makes_a_step, to, source in exports:
+                makes_a_step and run.step()
+                with contextlib.redirect_stderr(sys.stdout):
+                    export(run.checkpoints.session.part, to, source)
+    except Stop as stop:
+        rank or print(stop)
+"""
+
+
 @pytest.fixture(scope="module")
-def exported(launch, compiled, tmp_path_factory) -> tuple[Path, list[str]]:
+def exported(scripts, compiled, tmp_path_factory) -> tuple[Path, list[str]]:
     """The folder of all exports, with the directory `source` that they began with, and what was printed."""
     folder = tmp_path_factory.mktemp("exports")
     torch.manual_seed(0)
@@ -44,20 +62,18 @@ def exported(launch, compiled, tmp_path_factory) -> tuple[Path, list[str]]:
     slices = compiled("1f1b", stages=2, tensor=2, microbatches=4, graph=graph)
     gpt2 = "pretrained_models:gpt2"
     four = compiled("1f1b", stages=1, tensor=4, microbatches=4, graph={"stages": 2})
-    source = str(folder / "source")
+    source, renamed = str(folder / "source"), str(folder / "renamed")
     runs = [
-        (chain, gpt2, 0, "unchanged", source),
-        (chain, gpt2, 1, "chain", str(folder / "renamed")),
-        (divided, gpt2, 1, "divided", None),
-        (slices, TENSOR, 0, "shards", None),
-        (four, PARTLY_FROZEN, 0, "frozen slices", None),
-        (chain, gpt2, 0, "chain", None),
+        (chain, gpt2, [(False, "unchanged", source), (True, "chain", renamed), (False, "chain", None)]),
+        (divided, gpt2, [(True, "divided", None)]),
+        (slices, TENSOR, [(False, "shards", None)]),
+        (four, PARTLY_FROZEN, [(False, "frozen slices", None)]),
     ]
     lines = [
-        json.dumps({"file": str(file), "model": model, "steps": steps, "to": str(folder / to), "source": of})
-        for file, model, steps, to, of in runs
+        json.dumps((str(file), model, [(steps, str(folder / to), of) for steps, to, of in exports]))
+        for file, model, exports in runs
     ]
-    result = launch(4, *lines, program=["programs/export_model.py"], env={"WEIGHTS": str(folder / "source")})
+    (result,) = scripts(4, [[EXPORT, folder / "source", *lines]])
     assert result.code == 0, result.err
     return folder, result.out.splitlines()
 

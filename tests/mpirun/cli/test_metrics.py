@@ -40,8 +40,8 @@ def test_a_run_that_goes_on_keeps_the_rows_of_steps_that_are_done(mistakes, comm
         assert steps(rows.read_text()) == [*range(count)]
 
 
-def test_rows_go_to_standard_output_behind_what_is_there(launch, command, saved):
-    resumed = launch(None, *command, "--steps", 4, "--resume", saved / "saved", "--metrics", "-")
+def test_rows_go_to_standard_output_behind_what_is_there(mistakes, command, saved):
+    (resumed,) = mistakes(1, [[*command, "--steps", 4, "--resume", saved / "saved", "--metrics", "-"]])
     assert resumed.code == 0 and steps(resumed.out) == [2, 3]
     assert [line.split()[0] for line in resumed.out.splitlines()[::2]] == ["resumed", '{"step":', '{"step":']
 

@@ -30,7 +30,7 @@ with mock.patch("torch.cuda.is_available", lambda: comm.rank == 0):
 
 def test_a_host_without_its_gpu_is_named(scripts):
     """As if a driver had failed on one of many hosts."""
-    (done,) = scripts(3, [[LACKING]])
+    (done,) = scripts(2, [[LACKING]])
     note = r"mpirun: note: torch finds a GPU for some ranks, but none for rank 1 on \S+: all take CPUs\n"
     assert done.code == 0 and re.fullmatch(note, done.err), done.err
 

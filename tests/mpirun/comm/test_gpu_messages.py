@@ -33,9 +33,9 @@ print(comm.rank, works, fails)
 
 
 def test_the_trial_sees_what_does_not_arrive(scripts):
-    """A message is lost on one rank of three; all of them learn of it."""
-    (done,) = scripts(3, [[TRIAL]])
-    assert done.out.splitlines() == [f"{rank} True False" for rank in range(3)], done.err
+    """A message is lost on one rank of four; all of them learn of it."""
+    (done,) = scripts(4, [[TRIAL]])
+    assert done.out.splitlines() == [f"{rank} True False" for rank in range(4)], done.err
 
 
 DYING = """

@@ -55,6 +55,6 @@ def test_the_command_measures_ranks_of_one_host(launch, tmp_path):
     assert level["name"] == "host" and level["beta"] > 0 and network_of(machine, "M").devices in (None, 2)
 
 
-def test_one_rank_has_no_links(launch, tmp_path):
-    done = launch(1, "machine", "-o", tmp_path / "machine.json")
+def test_one_rank_has_no_links(mistakes, tmp_path):
+    (done,) = mistakes(1, [["machine", "-o", tmp_path / "machine.json"]])
     assert done.code and "one rank has no links: launch a rank on every device" in done.err

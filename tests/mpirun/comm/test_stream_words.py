@@ -1,7 +1,7 @@
 """--stream-words: messages and kernels ordered by words that streams write and wait for, and not by events.
 
-Trainings run on the late device, whose streams have both operations. The binding to CUDA's driver is tested with a
-stand-in library that has the driver's names.
+Trainings run on the late device, whose streams have both operations: here with faults, else in test_late_device.py.
+The binding to CUDA's driver is tested with a stand-in library that has the driver's names.
 """
 
 from __future__ import annotations
@@ -13,42 +13,9 @@ from unittest import mock
 import pytest
 import torch
 from examples import further
-from golden_cases import TRAINED, cases, ranks, schedule
 
 from mpirun.comm.stream_words import CudaStreamOperations, StreamWords, Word
 from schedgen.util.errors import UsageError
-
-CHOSEN = {"1f1b-tensor": "direct", "fsdp-sharded": "staged"}
-CASES = cases(CHOSEN)
-
-
-@pytest.fixture(scope="module")
-def trained(inside, text, compiled):
-    """Three steps by a schedule on the CPU, and on a late device by words, except the first, which is by events."""
-    results = {}
-    for name, how in CASES:
-        file = schedule(name, compiled)
-        arguments = [file, "--model", TRAINED[name], "--text", text, "--steps", 3, "--canonical"]
-        by_words = {"arguments": [*arguments, "--stream-words"], "late": how}
-        results[name, how] = inside(ranks(name), [{"arguments": arguments}, by_words])
-    return results
-
-
-@pytest.mark.parametrize("case", CASES, ids=", ".join)
-def test_words_change_no_bit(trained, case):
-    by_cpu, by_words = trained[case]
-    assert by_words.code == 0, by_words.out
-    assert by_words.weights == by_cpu.weights
-
-
-def test_words_and_graphs_go_together(inside, compiled, text):
-    schedule = compiled("1f1b", stages=2, microbatches=4)
-    arguments = [schedule, "--model", "models_for_graphs:mlp_of_four", "--text", text, "--steps", 5, "--canonical"]
-    both = {"arguments": [*arguments, "--graphs", "--stream-words"], "late": "staged"}
-    by_cpu, by_both = inside(2, [{"arguments": arguments}, both])
-    assert "graphs: 16 captured, 32 replayed" in by_both.out
-    assert by_both.code == 0 and by_both.weights == by_cpu.weights
-
 
 # Faults in the order of words (helpers/programs/broken_order.py), and the path of messages with each.
 BREAKS = [

@@ -455,12 +455,51 @@ def test_collate():
     assert Counter(leaf for leaf, *_ in here[0][3].values()) == {2: 4}
 
 
-PROGRAM = str(Path(__file__).with_name("read_in_ranks.py"))
+# Reads in ranks that send messages meanwhile: three epochs, of which the second is left after a step and then finished.
+# Without an argument, a file for what each rank got, the rank is killed while its workers read.
+READ = """
+import atexit, json, os, random, signal, sys
+import numpy as np, torch
+from pathlib import Path
+from mpi4py import MPI
+from mpirun.data.dataset_loaders import MapLoader
+from mpirun.data.microbatches import input_and_target
+world = MPI.COMM_WORLD
+class Noisy:
+    def __len__(self):
+        return 21
+    def __getitem__(self, index):
+        return index, float(torch.rand(()).double()) + random.random() + np.random.random()
+def pair(collated):
+    data, target = input_and_target(collated)
+    return [data], target
+def numbers(batch):
+    return {number: [x.leaves[0].tolist(), x.target.tolist()] for number, x in batch.microbatches.items()}
+atexit.register(print, "at exit", flush=True)
+loader = MapLoader(Noisy(), 2, 4, [[0, 3, 2], [3, 1]][world.rank], pair, shuffle=True, workers=2)
+steps = []
+for batch in loader:
+    steps.append(numbers(batch))
+    if len(sys.argv) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    sent, received = np.full(100_000, world.rank), np.empty(100_000, int)
+    world.Sendrecv(sent, 1 - world.rank, recvbuf=received, source=1 - world.rank)
+    assert (received == 1 - world.rank).all()
+for batch in loader:
+    steps.append(numbers(batch))
+    loader.trained(batch)
+    loader.restore(loader.state())  # as after a restart
+    break
+steps += [numbers(batch) for _ in range(2) for batch in loader]
+by_rank = world.gather(steps)
+if by_rank:
+    Path(sys.argv[1]).write_text(json.dumps(by_rank))
+"""
 
 
 def test_in_ranks(launch, left_behind, tmp_path):
     """Processes forked under MPI read while ranks exchange messages; they neither finalize nor exit as a rank does."""
-    result = launch(2, tmp_path / "read.json", program=[PROGRAM])
+    result = launch(2, tmp_path / "read.json", program=["-c", READ])
     assert result.code == 0, result.err
     assert result.out.count("at exit") == 2
     by_rank = json.loads((tmp_path / "read.json").read_text())
@@ -479,6 +518,6 @@ def test_in_ranks(launch, left_behind, tmp_path):
 
 def test_a_killed_rank(launch, left_behind):
     """Its workers end, too."""
-    result = launch(None, program=[PROGRAM])
+    result = launch(None, program=["-c", READ])
     assert result.code != 0
     assert not left_behind(result)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from examples import further
 from golden_cases import TRAINED, cases, ranks, schedule
+from standing_launch import MAY_FAIL
 
 from mpirun.comm.device import Device
 from mpirun.engine.job_graphs import CaptureCheck
@@ -40,12 +41,16 @@ def counts(captured: int, replayed: int) -> str:
 def pairs(inside, text):
     """Runs of some arguments on the CPU, and with graphs on a late device."""
 
-    def pairs(ranks, runs, **requested):
-        """`runs`: pairs of arguments and the path of messages. Returns the pairs of their results."""
+    def pairs(ranks, runs, *more, **requested):
+        """`runs`: pairs of arguments and the path of messages. Returns the pairs of their results.
+
+        `more`: options of mpirun on the late device alone.
+        """
         requests = []
         for arguments, how in runs:
             arguments = ["--steps", STEPS, *arguments, "--text", text, "--canonical"]
-            requests += [{"arguments": arguments}, {"arguments": [*arguments, "--graphs"], "late": how, **requested}]
+            late = {"arguments": [*arguments, "--graphs", *more], "late": how, **requested}
+            requests += [{"arguments": arguments}, late]
         results = inside(ranks, requests)
         return list(zip(results[::2], results[1::2], strict=True))
 
@@ -54,11 +59,12 @@ def pairs(inside, text):
 
 @pytest.fixture(scope="module")
 def trained(pairs, compiled):
-    """By case: the number of jobs of its schedule, and the results of its pair of runs."""
+    """By case: the number of jobs of its schedule, and the results of its pair of runs; staged ones are by words."""
     results = {}
     for name, how in CASES:
         file = schedule(name, compiled, 4 if name == "fsdp-sharded" else 2)
-        (pair,) = pairs(ranks(name), [([file, "--model", TRAINED[name]], how)])
+        words = ["--stream-words"] if how == "staged" else []
+        (pair,) = pairs(ranks(name), [([file, "--model", TRAINED[name]], how)], *words)
         results[name, how] = jobs(file), pair
     return results
 
@@ -85,9 +91,9 @@ MODELS = {
 def modelled(pairs, compiled):
     runs = []
     for model, (options, arguments) in MODELS.items():
-        schedule = compiled("1f1b", stages=4, microbatches=2, **options)
+        schedule = compiled("1f1b", **{"stages": 4, **options}, microbatches=2, workers=2)
         runs.append(([schedule, "--model", model, *arguments], "direct"))
-    return dict(zip(MODELS, pairs(4, runs), strict=True))
+    return dict(zip(MODELS, pairs(2, runs), strict=True))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -124,9 +130,9 @@ REFUSED |= further(
 
 @pytest.fixture(scope="module")
 def refused(pairs, compiled):
-    schedule = compiled("1f1b", stages=4, microbatches=2)
+    schedule = compiled("1f1b", stages=4, microbatches=2, workers=2)
     runs = [([schedule, "--model", model], "direct") for model in REFUSED]
-    return dict(zip(REFUSED, pairs(4, runs, waits=True), strict=True))
+    return dict(zip(REFUSED, pairs(2, runs, waits=True), strict=True))
 
 
 @pytest.mark.parametrize("model", REFUSED)
@@ -177,7 +183,7 @@ def broken(in_one_launch, compiled, text):
         arguments = [schedule, "--model", model, "--text", text, "--steps", STEPS, "--canonical", "--graphs"]
         run = {"arguments": list(map(str, arguments)), "late": "direct", "break": how, "waits": True}
         try:
-            ((code, _, weights),) = in_one_launch(2, [run], env={"GRAPHS": "broken"})
+            ((code, _, weights),) = in_one_launch(2, [run], env=MAY_FAIL)
         except RuntimeError as error:
             assert str(error).startswith("the launch ended"), error
             return str(error)
@@ -201,22 +207,25 @@ def test_a_capture_that_fails_though_nothing_was_seen_ends_the_run_in_a_sentence
     assert f"RuntimeError: {sentence} while the stream is captured" in ended, ended
 
 
-WORDS = """
+ON_LATE_DEVICES = """
 sys.path.append("programs")
 from unittest import mock
 from late_device import Late
 from models_for_graphs import mlp_of_four
+tokens = torch.randint(256, (35, 17), generator=torch.Generator().manual_seed(0))
+data = [(row[:-1], row[-1]) for row in tokens]
+"""
+WORDS = """
 from mpirun.engine.core.interpreter import Interpreter
 device, passes, execute = Late(direct=True, words=True), [], Interpreter.execute
 def noted(self):
     passes.append(device.words is not None)
     execute(self)
-tokens = torch.randint(256, (16, 17), generator=torch.Generator().manual_seed(0))
 with mock.patch("mpirun.engine.setup.choose_device", lambda *_: device), device.working():
     with mock.patch.object(Interpreter, "execute", noted):
         options = {"stages": 2, "microbatches": 2, "graphs": sys.argv[1] == "graphs"}
         with mpirun.Engine("1f1b", mlp_of_four(2), **options) as run:
-            for batch in run.loader([(row[:-1], row[-1]) for row in tokens], microbatch_size=1):
+            for batch in run.loader(data[:16], microbatch_size=1):
                 run.step(batch)
 sys.stdout.write(" ".join(map(str, passes)) + "\\n")
 """
@@ -225,7 +234,7 @@ sys.stdout.write(" ".join(map(str, passes)) + "\\n")
 @pytest.mark.parametrize(("how", "without"), [("launched", 1), ("graphs", 4)])
 def test_words_are_used_once_nothing_is_allocated(scripts, how, without):
     """Not in a first step, nor while graphs are captured: allocations would wait for streams that wait for words."""
-    (done,) = scripts(2, [[WORDS, how]])
+    (done,) = scripts(2, [[ON_LATE_DEVICES + WORDS, how]])
     assert done.out.splitlines() == [" ".join(["False"] * without + ["True"] * (8 - without))] * 2, done.err
 
 
@@ -252,18 +261,12 @@ def test_attention_is_captured_though_its_seed_is_the_hosts():
 # Six steps of an Engine on a late device. The fifth has three samples of eight: a microbatch and a half are padding.
 PADDED = """
 import hashlib
-sys.path.append("programs")
-from unittest import mock
-from late_device import Late
-from models_for_graphs import mlp_of_four
 from mpirun.engine.core.stage import LocalStage
 scheme, graphs, words = sys.argv[1], "graphs" in sys.argv[2], "words" in sys.argv[2]
 device, forward = Late(direct=True, words=words), LocalStage.forward
 def launched(self, *arguments, **more):
     assert not graphs or device.words is None, "memory is allocated while streams wait for words"
     return forward(self, *arguments, **more)
-tokens = torch.randint(256, (35, 17), generator=torch.Generator().manual_seed(0))
-data = [(row[:-1], row[-1]) for row in tokens]
 choose = mock.patch("mpirun.engine.setup.choose_device", lambda *_: device)
 with choose, mock.patch.object(LocalStage, "forward", launched), device.working():
     with mpirun.Engine(scheme, mlp_of_four(2), stages=2, microbatches=4, canonical=True, graphs=graphs) as run:
@@ -285,7 +288,7 @@ def test_microbatches_that_fit_no_graph_are_computed_as_always(scripts, scheme):
     With words, microbatches that are computed as always are ordered by events, because they allocate.
     """
     ways = ("as always", "graphs", "graphs, words")
-    eager, *others = scripts(2, [[PADDED, scheme, how] for how in ways])
+    eager, *others = scripts(2, [[ON_LATE_DEVICES + PADDED, scheme, how] for how in ways])
     assert eager.code == 0, eager.err
     *same, _, _ = eager.out.splitlines()
     for replayed in others:

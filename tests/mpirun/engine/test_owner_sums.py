@@ -75,6 +75,6 @@ def test_the_gradient_is_that_of_one_process_and_all_owners_have_the_same_bits(r
 def test_transfers_wait_for_the_kernels_of_a_late_device(inside, schedules, text, how):
     """The total is added to a part that is zeroed after its send."""
     arguments = ["--model", MODEL, "--text", text, *RUN, "--verify", "--canonical"]
-    names = [("ddp", sums) for sums in SUMS[1:]]
+    names = [("ddp", sums) for sums in (SUMS[1], *further(*SUMS[2:-1]), SUMS[-1])]
     for seen in inside(4, [{"arguments": [schedules[name], *arguments], "late": how, "delay": 3} for name in names]):
         assert seen.code == 0 and set(seen.differences.values()) == {0}, seen.out

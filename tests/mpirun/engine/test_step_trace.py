@@ -107,6 +107,18 @@ def test_schedgen_reads_it_and_all_time_is_accounted_for(traced, traces, tmp_pat
         assert worker["busy"] + sum(worker["idle"].values()) == pytest.approx(numbers["makespan"])
 
 
+def test_clocks_of_ranks_are_compared(execute):
+    """Ranks of one host share a clock; some are set ahead here."""
+    script = """
+from mpirun.comm.transport import Transport
+from mpirun.engine.step_trace import clock_ahead
+transport, ahead = Transport(MPI.COMM_WORLD, []), [0.0, 5.0, -3600.0, 0.5][rank]
+assert clock_ahead(transport) == 0
+assert abs(clock_ahead(transport, lambda: time.perf_counter() + ahead) + ahead) < 0.01
+"""
+    execute(4, script)
+
+
 def test_a_profiler_of_torch_shows_the_instructions(execute):
     script = """
 from schedgen.ir.instructions import Op

@@ -1,4 +1,4 @@
-"""Stages with slices on several ranks train as the whole model in one process does, in canonical mode to the bit."""
+"""Stages with slices on several ranks: their gradients, checkpoints and layers; test_schemes.py trains by slices."""
 
 from __future__ import annotations
 
@@ -29,97 +29,8 @@ from schedgen.util.errors import UsageError
 
 GPT, BLOCK = "models_for_tests:gpt_tensor", "models_for_tests:halves_of_a_block"
 
-# The first stage of slice 0 is on the last rank, and ranks are in another order in each stage.
-ELSEWHERE = """
-    def w(s, b, d, t):
-        worker = (3 - 2 * s - t + 3 * s * t) % 4
-        return worker, worker
-"""
-DAG = """
-    edges = [(0, 1), (0, 2), (1, 3), (2, 3)]
-
-    def w(s, b, d):
-        return s % 2, s % 2
-"""
-
-# scheme, options, model
-CASES = {
-    "4 slices": ("1f1b", {"stages": 1, "tensor": 4, "graph": {"stages": 4, "replicated": [0]}}, BLOCK),
-    "2 slices and 2 pipeline stages": (
-        "1f1b",
-        {"stages": 2, "tensor": 2, "graph": {"stages": 4, "replicated": [0]}},
-        BLOCK,
-    ),
-    "a split backward": (
-        "zb-v",
-        {"stages": 4, "tensor": 2, "graph": {"stages": 8, "replicated": [0]}, "microbatches": 2},
-        GPT,
-    ),
-    "2 slices and 2 replicas": (
-        "ddp",
-        {"stages": 1, "workers": 4, "tensor": 2, "graph": {"stages": 4, "replicated": [0]}},
-        BLOCK,
-    ),
-    "weights that travel": (
-        "fslpp",
-        {"workers": 4, "groups": 2, "tensor": 2, "graph": {"stages": 4, "replicated": [0]}, "recompute": "all"},
-        BLOCK,
-    ),
-    "the pair on 4 ranks": (
-        "1f1b",
-        {"stages": 1, "tensor": 4, "graph": {"stages": 2}, "microbatches": 10},
-        "models_for_tests:pair",
-    ),
-    "sums of bf16": ("1f1b", {"stages": 1, "tensor": 4, "graph": {"stages": 2}}, "models_for_tests:pair_bf16"),
-    "slices where w says": (ELSEWHERE + DEPTH_FIRST, {"stages": 2, "tensor": 2}, "models_for_tests:pair"),
-    "a DAG with dropout": (
-        DAG + DEPTH_FIRST,
-        {"workers": 4, "tensor": 2, "graph": {"stages": 4, "replicated": [0]}},
-        "models_for_tests:slices_of_a_dag",
-    ),
-}
-# Compared with the whole model, whose sums are rounded at other places: one of each way to place slices.
-LATER = ("2 slices and 2 pipeline stages", "2 slices and 2 replicas", "sums of bf16")
-TRIED = (*(name for name in CASES if name not in LATER), *further(*LATER))
-ROUNDED = ("4 slices", "weights that travel", *further("2 slices and 2 replicas"))
-
-
-@pytest.fixture(scope="module")
-def schedules(compiled):
-    return {name: compiled(scheme, **({"microbatches": 4} | sizes)) for name, (scheme, sizes, _) in CASES.items()}
-
-
-@pytest.fixture(scope="module")
-def verified(several, schedules, text):
-    runs = {
-        (name, mode): [
-            *(schedules[name], "--model", CASES[name][2], "--text", text, "--steps", 2, "--clip", 0.5, "--verify"),
-            *mode.split(),
-        ]
-        for name in TRIED
-        for mode in ("", "--canonical")
-        if mode or name in ROUNDED
-    }
-    return dict(zip(runs, several(4, list(runs.values())), strict=True))
-
-
-@pytest.mark.parametrize("name", ROUNDED)
-def test_it_trains_as_the_whole_model_does(verified, name):
-    code, out = verified[name, ""]
-    assert code == 0 and "verify: passed: the limit is 1e-05" in out, out
-
-
-@pytest.mark.parametrize("name", TRIED)
-def test_it_gives_the_bits_of_one_process_that_adds_up_slices_in_their_order(verified, name):
-    code, out = verified[name, "--canonical"]
-    assert code == 0 and "verify: passed: every bit of " in out, out
-
-
-def test_late_devices_and_late_messages_change_no_bit(inside, compiled, text):
-    scheme, sizes, _ = CASES["a split backward"]
-    arguments = [compiled(scheme, **sizes), "--model", GPT, "--text", text, "--steps", 2]
-    ended = inside(4, [{"arguments": arguments, **run} for run in ({}, {"late": "staged", "delay": 1})])
-    assert [run.code for run in ended] == [0, 0] and len({run.weights for run in ended}) == 1
+SLICED = {"stages": 4, "replicated": [0]}  # a graph
+PAIR = {"stages": 1, "tensor": 4, "graph": {"stages": 2}}  # options of compile
 
 
 def test_what_reads_a_sum_waits_for_it(several, traces, text, tmp_path):
@@ -136,16 +47,10 @@ def losses(out):
     return re.findall(r"loss (\S+)  grad (\S+)", out)
 
 
-def test_loss_and_norm_do_not_depend_on_the_number_of_slices(verified):
-    by_case = {name: losses(verified[name, ""][1]) for name in ROUNDED}
-    assert all(len(steps) == 2 for steps in by_case.values())
-    assert len({str(steps) for steps in by_case.values()}) == 1, by_case
-
-
-def test_an_engine_evaluates_what_slices_compute(execute, schedules):
+def test_an_engine_evaluates_what_slices_compute(execute, compiled):
     """Slices share parameters, for which a forward-only list needs no ties."""
     script = """
-import models_for_tests, mpirun, torch
+import models_for_tests
 from mpirun.model.build_stage import build_stage
 model = models_for_tests.slices_of_a_dag(4)
 x, y = torch.randn(18, 16, generator=torch.Generator().manual_seed(0)), torch.ones(18, 12)
@@ -158,16 +63,22 @@ if run.rank == 0:
     torch.testing.assert_close(predicted, expected)
     torch.testing.assert_close(evaluated.loss, model.loss(expected, y).item(), rtol=1e-5, atol=0)
 """
-    execute(4, script, schedules["a DAG with dropout"])
+    dag = """
+    edges = [(0, 1), (0, 2), (1, 3), (2, 3)]
+    def w(s, b, d):
+        return s % 2, s % 2
+    """
+    execute(4, script, compiled(dag + DEPTH_FIRST, workers=4, tensor=2, graph=SLICED, microbatches=4))
 
 
 @pytest.fixture(scope="module")
-def pair_of_layers(inside, schedules, text, tmp_path_factory):
+def pair_of_layers(inside, compiled, text, tmp_path_factory):
     """The gradients that 4 ranks have of the two layers, by stage and name, and losses; one step."""
     record = tmp_path_factory.mktemp("records") / "pair"
-    arguments = [schedules["the pair on 4 ranks"], "--model", "models_for_tests:pair", "--text", text, "--steps", 1]
-    (run,) = inside(4, [{"arguments": [*arguments, "--verify"], "record": str(record)}])
-    assert run.code == 0
+    file = compiled("1f1b", **PAIR, microbatches=10)
+    arguments = [file, "--model", "models_for_tests:pair", "--text", text, "--steps", 1, "--verify", "--canonical"]
+    (run,) = inside(4, [{"arguments": arguments, "record": str(record)}])
+    assert run.code == 0 and set(run.differences.values()) == {0}
     return torch.load(record)
 
 
@@ -200,15 +111,10 @@ def test_every_slice_has_its_part_of_the_whole_model_s_gradient(pair_of_layers):
 
 def test_a_checkpoint_goes_on_under_another_number_of_slices(several, compiled, text, tmp_path):
     """4 slices, then 2, then none, and back; and with a frozen weight and a buffer that are cut."""
-    two = {"stages": 2, "tensor": 2, "graph": {"stages": 4, "replicated": [0]}}
-    pair = {"stages": 1, "tensor": 4, "graph": {"stages": 2}}
-    four, two, none, four_of_pair, none_of_pair = (
-        compiled(scheme, microbatches=4, **sizes)
-        for scheme, sizes in (
-            CASES["4 slices"][:2], ("1f1b", two), ("1f1b", {"stages": 4}),
-            ("1f1b", pair), ("ddp", {"stages": 2, "workers": 4}),
-        )
-    )  # fmt: skip
+    sizes = {"microbatches": 4, "workers": 4}
+    four, two = (compiled("1f1b", stages=4 // count, tensor=count, graph=SLICED, **sizes) for count in (4, 2))
+    none, four_of_pair = compiled("1f1b", stages=4, **sizes), compiled("1f1b", **PAIR, **sizes)
+    none_of_pair = compiled("ddp", stages=2, **sizes)
     for model, schedules in (
         (BLOCK, (four, two, none, *further(two, four))),
         ("models_for_tests:partly_frozen", (four_of_pair, none_of_pair, four_of_pair)),

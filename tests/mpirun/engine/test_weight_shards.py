@@ -1,4 +1,4 @@
-"""Owners of a stage's weight shards train it as one owner does, hold no more than their shards, and save it whole."""
+"""Owners of a stage's weight shards hold no more than these, and save it whole; test_schemes.py trains by shards."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from examples import further
-from run_results import DEPTH_FIRST, differences, same, weights
+from run_results import same, weights
 from torch.nn.functional import mse_loss
 
 from mpirun.comm.device import Device
@@ -23,68 +22,14 @@ from mpirun.model.parallel_layers import UNSLICED, ColumnParallelLinear, Slice, 
 from mpirun.model.stage_shape import StageShape, flat_layout, pieces, shard_spans
 from schedgen.util.errors import UsageError
 
-# Shards of stage 0 alternate between two workers, all shards of stage 1 are on one worker, those of the rest anywhere.
-BY_HAND = """
-    import numpy as np
-
-    def w(s, b, d, k):
-        return np.select([s == 0, s == 1], [k % 2, 3], (s + 2 * k) % 4), b % 4
-"""
-GPT, MLP, SKEWED = "models_for_graphs:gpt_of_four", "models_for_graphs:mlp_of_four", "models_for_tests:peculiar"
-# Scheme, options, model, options of mpirun. test_parameter_types.py has others, and test_schemes.py fsdp-sharded.
-CASES = {
-    "owners that compute nothing of it": ("gpipe", {"stages": 4, "shards": 3}, GPT, []),
-    "some stages": ("fsdp", {"stages": 4, "shards": "4,1,2,1", "recompute": "all", "microbatches": 8}, SKEWED, []),
-    "a w of k": (BY_HAND + DEPTH_FIRST, {"stages": 4, "shards": 4}, MLP, []),
-    "momentum": (
-        "fsdp",
-        {"stages": 2, "shards": 4},
-        MLP,
-        ["--optimizer", "sgd", "--momentum", 0.9],
-    ),
-}
-COMMON = ["--steps", 2, "--clip", 1, "--verify"]
 STEPS = 2
 
 
 @pytest.fixture(scope="module")
-def schedules(compiled):
-    return {
-        name: compiled(scheme, **{"workers": 4, "microbatches": 4} | options)
-        for name, (scheme, options, *_) in CASES.items()
-    }
-
-
-@pytest.fixture(scope="module")
-def canonical(several, schedules, text):
-    runs = [
-        [schedules[name], "--model", model, "--text", text, *COMMON, "--canonical", *more]
-        for name, (*_, model, more) in CASES.items()
-    ]
-    return dict(zip(CASES, several(4, runs), strict=True))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_every_bit_is_that_of_one_process(canonical, name):
-    code, out = canonical[name]
-    assert differences(out) == {"losses": 0, "gradients": 0, "parameters": 0}
-    assert code == 0, out
-
-
-def test_late_devices_and_late_messages_change_no_bit(inside, compiled, text):
-    """With weight shards that are passed on."""
-    options = {"groups": 2, "shards": 3, "fan_out": 1, "weight_slots": 1}
-    schedule = compiled("fslpp", stages=4, workers=4, microbatches=4, **options)
-    arguments = [schedule, "--model", MLP, "--text", text, "--steps", 2, "--clip", 1, "--canonical"]
-    runs: list[dict[str, Any]] = [{}, {"late": "direct"}, {"late": "staged", "delay": 2}, *further({"delay": 1})]
-    ended = inside(4, [{"arguments": arguments, **run} for run in runs])
-    assert [run.code for run in ended] == [0] * len(runs) and len({run.weights for run in ended}) == 1
-
-
-@pytest.fixture(scope="module")
-def owned(inside, schedules, text, tmp_path_factory):
+def owned(inside, compiled, text, tmp_path_factory):
     """By rank, the bytes that it owns."""
-    arguments = [schedules["momentum"], "--model", "mpirun.examples.gpt:tiny", "--text", text, "--steps", 1]
+    schedule = compiled("fsdp", stages=2, microbatches=4, workers=4, shards=4)
+    arguments = [schedule, "--model", "mpirun.examples.gpt:tiny", "--text", text, "--steps", 1]
     file = tmp_path_factory.mktemp("owned") / "bytes"
     (run,) = inside(4, [{"arguments": arguments, "owned": str(file)}])
     assert run.code == 0, run.out
@@ -99,26 +44,34 @@ def test_every_rank_owns_a_quarter(owned, what):
     assert owned[0]["state"] == pytest.approx(2 * owned[0]["weights"], rel=0.05)  # AdamW's
 
 
-def test_a_run_goes_on_with_the_same_bits_with_other_parts_or_none(several, compiled, schedules, text, tmp_path):
+def test_a_run_goes_on_with_the_same_bits_with_other_parts_or_none(several, compiled, text, tmp_path):
+    """Of parameters of four types; one without elements is in no shard."""
+    sizes = {"microbatches": 4, "workers": 4}
     files = {
-        "4": schedules["momentum"],  # two stages
-        "none": compiled("fsdp", stages=2, microbatches=4, workers=4),
-        "3": schedules["owners that compute nothing of it"],  # four stages
+        "4": compiled("fsdp", stages=2, shards=4, **sizes),
+        "none": compiled("1f1b", stages=4, **sizes),
+        "40": compiled("fsdp", stages=8, shards=40, **sizes),  # some are empty
     }
 
     def run(name: str, steps: int, *more: object) -> list[object]:
-        lr = ["--lr-schedule", "constant", "--canonical", "--clip", 1]
-        return [files[name], "--model", MLP, "--text", text, "--steps", steps, *lr, *more]
+        options = ["--lr-schedule", "constant", "--canonical", "--clip", 0.1]
+        model = ["--model", "models_for_tests:four_types", "--text", text]
+        return [files[name], *model, "--steps", steps, *options, *more]
 
-    ways = (("4", "none"), ("none", "3"), ("3", "4"))
+    def last(name: str) -> dict[str, torch.Tensor]:
+        found = weights(tmp_path / name / f"step-{STEPS:08d}")
+        return {entry: value for entry, value in found.items() if ".nothing." not in entry}
+
+    ways = (("4", "none"), ("none", "40"), ("40", "4"))
     runs = [run(name, STEPS // 2, "--save", tmp_path / name) for name in files]
     runs.append(run("none", STEPS, "--save", tmp_path / "whole"))
     for first, then in ways:
         runs.append(run(then, STEPS, "--resume", tmp_path / first, "--save", tmp_path / f"{first}-{then}"))
     assert [code for code, _ in several(4, runs)] == [0] * len(runs)
-    undivided = weights(tmp_path / "whole" / f"step-{STEPS:08d}")
+    whole = last("whole")
+    assert {value.dtype for value in whole.values()} == {torch.float32, torch.bfloat16, torch.float64, torch.complex64}
     for first, then in ways:
-        assert same(weights(tmp_path / f"{first}-{then}" / f"step-{STEPS:08d}"), undivided), (first, then)
+        assert same(last(f"{first}-{then}"), whole), (first, then)
 
 
 def test_a_shared_parameter_counts_once_in_the_norm(several, compiled, traces, text, tmp_path):

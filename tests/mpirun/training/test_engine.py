@@ -1,160 +1,159 @@
-"""A script that drives Engines on four ranks: the bits of one process, evaluation, and resuming."""
+"""Scripts that drive Engines on four ranks: the bits of one process, evaluation, and resuming."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import re
-from pathlib import Path
-from typing import Any
-
-import pytest
-import torch
 from examples import further
-from torch.nn.functional import mse_loss
+from golden_cases import EVERY
 
-import schedgen
-from schedgen.checker import checked
-from schedgen.cli.main import main as command
-from schedgen.report.chrome_trace import read_trace, run_numbers
-from schedgen.schemes import SCHEMES, load
-from schedgen.util.errors import UsageError
-
-PROGRAM = Path(__file__).parents[2] / "helpers" / "programs" / "drive_engine.py"
-SCHEDULES = {
-    "1f1b": ["1f1b"], "zb-h1": ["zb-h1"], "ddp": ["ddp"], "fsdp-shards": ["fsdp", "--shards", "4"],
-    "recompute": ["1f1b", "--recompute", "all"],
-}  # fmt: skip
-TRAINED = ("1f1b", *further("zb-h1", "ddp"), "fsdp-shards")
-BUCKETS = (*further(("1f1b", True), ("fsdp-shards", False), ("fsdp-shards", True)), ("zb-h1", True))  # canonical or not
-SOME = ("fslpp", "zb-v", "chimera", "1f1b-rr", "pipedream")
-PREDICTED = (*SOME, *further(*(scheme for scheme in SCHEMES if scheme not in SOME)))
-
-
-MINE = """
-mode = "strict"
-def w(s, b, d):
-    return s, s
-def n(s, b, d):
-    return 100 * d + b
+# 41 samples: an epoch has three steps of 8 microbatches, the last of which has 9 samples. Blocks differ in train and
+# eval mode, and have running statistics; the metrics are such that padding would change them.
+DRIVEN = """
+generator = torch.Generator().manual_seed(5)
+inputs, targets = (torch.randn(41, 8, generator=generator) for _ in range(2))
+data = TensorDataset(inputs, targets)
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.25)
+    def forward(self, x):
+        return x + self.dropout(self.norm(torch.tanh(self.linear(x))))
+def modules(stages=4):
+    torch.manual_seed(1)
+    return [Block() for _ in range(stages)]
+def loss(output, target):
+    return mse_loss(output, target), {"largest": output.abs().amax(1).mean(), "samples": len(output)}
+def groups(named):  # matrices decay, vectors do not
+    matrices, vectors = ([p.parameter for p in named if (len(p.shape) > 1) == matrix] for matrix in (True, False))
+    parts = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(parts, 1e-2, betas=(0.8, 0.95))
+def driven(scheme, model=None, **options):
+    options = {"loss": loss, "optimizer": groups, "canonical": True, "microbatches": 8, **options}
+    return engine(modules() if model is None else model, scheme, **options)
+def train(run, loader, steps):
+    numbers = []
+    while run.steps < steps:
+        for batch in loader:
+            result = run.step(batch)
+            numbers.append((result.loss, result.grad_norm, dict(result.metrics), result.lr, result.tokens))
+            if run.steps == steps:
+                break
+    return numbers
+def verified(run):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert run.verify()
+    differ = re.findall(r"^verify: (\\w+) differ from one process by at most 0$", out.getvalue(), re.M)
+    assert rank or differ == ["losses", "gradients", "parameters", "buffers"], out.getvalue()
 """
+ALSO = ", ".join(further('("zb-h1", {})', '("ddp", {})'))
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory, launch) -> dict[str, Any]:
-    """The results of all checks of programs/drive_engine.py."""
-    folder = tmp_path_factory.mktemp("engine")
-    for name, scheme in SCHEDULES.items():
-        sizes = ["--workers", "4", "--stages", "4", "--microbatches", "8"]
-        assert command(["compile", *scheme, *sizes, "-o", str(folder / f"{name}.json")]) == 0
-    (folder / "mine.py").write_text(MINE)
-    (folder / "predict").mkdir()
-    alike: dict[object, str] = {}
-    predicts_as = {}
-    for name in PREDICTED:
-        program = of_scheme(name)
-        forwards = [column.tobytes() for column in schedgen.forward_list(program).rows]
-        key = *forwards, program.header.owners, program.header.weight_versions.updates
-        predicts_as[name] = alike.setdefault(key, name)
-        if predicts_as[name] == name:
-            with (folder / "predict" / f"{name}.json").open("wb") as out:
-                schedgen.write(program, out)
-    (folder / "cases.json").write_text(json.dumps({"schemes": TRAINED, "buckets": BUCKETS}))
-    done = launch(4, folder, program=(str(PROGRAM),), limit=600)
-    assert done.code == 0, done.err
-    return {**json.loads((folder / "found.json").read_text()), "folder": folder, "predicts as": predicts_as}
+def test_a_schedule_is_a_file_a_program_a_scheme_or_one_s_own(execute, traces, tmp_path):
+    script = """
+import schedgen
+(folder / "mine.py").write_text("mode = 'strict'\\ndef w(s, b, d):\\n    return s, s\\n"
+                                "def n(s, b, d):\\n    return 100 * d + b\\n")
+sizes = schedgen.Sizes(4, 8, 4, groups=2)
+found = []
+for schedule, more in ((sys.argv[2], {}), (schedgen.compile(schedgen.load("lpp", sizes), sizes), {}),
+                       ("gpipe", {"stages": 4, "microbatches": 8}),
+                       (str(folder / "mine.py"), {"stages": 4, "microbatches": 8})):
+    with driven(schedule, threads=2, **{"microbatches": None, **more}) as run:
+        found.append((train(run, run.loader(data, 2), 1), torch.get_num_threads()))
+assert found[0][1] == 2 and all(each == found[0] for each in found), found
+"""
+    execute(4, DRIVEN + script, tmp_path, traces / "1f1b.json")
 
 
-def of_scheme(name: str) -> schedgen.Program:
-    """A program of 4 workers, with replicas or two stages per worker if the scheme allows these."""
-    for stages, own in ((2, {"replicas": (3, 1)}), (8, {}), (4, {}), (4, {"groups": 2})):
-        sizes = schedgen.Sizes(stages, 8, 4, **own)
-        with contextlib.suppress(UsageError):
-            return schedgen.compile(load(name, sizes), sizes)
-    raise AssertionError(name)
+def test_every_scheme_gives_the_bits_of_one_process_and_evaluations_are_in_eval_mode(execute):
+    """Rates, tokens and metrics are those worked out by hand. Data-parallel ranks have other statistics."""
+    script = f"""
+rates = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+first = None
+for scheme, options in (("1f1b", {{}}), ("fsdp", {{"shards": 4}}), {ALSO}):
+    with driven(scheme, verify=True, clip=0.5, scheduler=rates, **options) as run:
+        loader, test = run.loader(data, 2, shuffle=True, seed=3), run.loader(data, 2)
+        numbers = train(run, loader, 2 * len(loader))
+        found, predicted = run.evaluate(test), run.predict(test)
+        assert found.samples == 41 and run.evaluate(test, batches=1).samples == 16
+        again = run.predict(test)
+        verified(run)
+    if rank == 0:
+        assert len(predicted) == 41 and predicted.equal(again)
+        assert math.isclose(found.loss, mse_loss(predicted, targets).item(), rel_tol=1e-5)
+        assert math.isclose(found.metrics["largest"], predicted.abs().amax(1).mean().item(), rel_tol=1e-5)
+    first = first or (numbers, found, predicted)
+    assert numbers == first[0]
+    if scheme not in ("ddp", "fsdp"):
+        assert found == first[1] and (rank or predicted.equal(first[2]))
+losses, norms, metrics, lrs, tokens = zip(*numbers)
+assert tokens == (128, 128, 72) * 2 and lrs == (1e-2, 1e-2, 5e-3, 5e-3, 2.5e-3, 2.5e-3)
+# The last step has four microbatches of two samples, and one of one.
+assert metrics[0]["samples"] == 2 and math.isclose(metrics[2]["samples"], (4 * 2 * 2 + 1) / 9)
+"""
+    execute(4, DRIVEN + script)
 
 
-def test_a_schedule_is_a_file_a_program_or_a_scheme(found):
-    numbers = found["given_schedules"]
-    assert numbers.keys() == {"file", "program", "scheme", "own"} and len({*map(str, numbers.values())}) == 1
-    assert numbers["own"][1] == 2  # threads
+def test_buffers_that_forwards_change_are_changed_once_verified_saved_resumed_and_exported(execute, tmp_path):
+    """4 steps of 8 microbatches, of which a data-parallel rank has 2; the other schedule recomputes all forwards."""
+    script = """
+def normed():
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in "1234"))
+data = TensorDataset(inputs[:32], targets[:32])
+for scheme, options, microbatches in (("1f1b", {"recompute": "all"}, 8), ("ddp", {}, 2)):
+    exported = []
+    for resumes in (False, True)[: 2 if scheme == "1f1b" else 1]:
+        model = mpirun.split(normed(), inputs[:2], stages=4) if scheme == "1f1b" else list(normed())
+        with driven(scheme, model, verify=not resumes, **options) as run:
+            loader = run.loader(data, 2)
+            if resumes:
+                run.resume(folder / scheme, data=loader)
+            else:
+                train(run, loader, 2)
+                run.save(folder / scheme, data=loader)
+            train(run, loader, 4)
+            run.export(folder / f"{scheme} {resumes}")
+            resumes or verified(run)
+        files = (folder / f"{scheme} {resumes}").glob("*.safetensors")
+        exported.append({name: x.tolist() for file in files for name, x in load_file(file).items()})
+    counts = [value for name, value in exported[0].items() if name.endswith("num_batches_tracked")]
+    assert counts == [4 * microbatches] * 4 and exported[-1] == exported[0], exported
+"""
+    execute(4, DRIVEN + script, tmp_path)
 
 
-@pytest.mark.parametrize("scheme", TRAINED)
-def test_every_scheme_gives_the_bits_of_one_process(found, scheme):
-    assert found["schemes"][scheme]["numbers"] == found["schemes"]["1f1b"]["numbers"]
-    verified, lines = found["schemes"][scheme]["verified"]
-    assert verified and len(re.findall("by at most 0$", lines, re.M)) == 4
-    assert "verify: buffers differ from one process by at most 0\n" in lines
+def test_predictions_under_every_scheme_have_the_bits_of_one_process(execute, traces):
+    some = ("fslpp", "zb-v", "chimera", "1f1b-rr", "pipedream")
+    names = [*some, *further(*(name for name in EVERY if name not in (*some, "1f1b-tied", "1f1b-tensor")))]
+    script = """
+for file in sys.argv[1:]:
+    stages = json.loads(Path(file).read_text())["scheme"]["stages"]
+    with driven(file, modules(stages), microbatches=None) as run:
+        predicted = run.predict(run.loader(TensorDataset(inputs[:16], targets[:16]), 2))
+    plain = nn.Sequential(*modules(stages)).eval()
+    with torch.no_grad():
+        assert rank or predicted.equal(torch.cat([plain(part) for part in inputs[:16].split(2)])), file
+"""
+    execute(4, DRIVEN + script, *(traces / f"{name}.json" for name in names))
 
 
-@pytest.mark.parametrize(("name", "microbatches"), [("split", 8), ("shared out", 2)])
-def test_buffers_that_forwards_change_are_changed_once_verified_saved_resumed_and_exported(found, name, microbatches):
-    """4 steps of 8 microbatches, of which a data-parallel rank has 2; the other schedules recompute all forwards."""
-    verified, lines, whole, *resumed = found["statistics"][name]
-    assert verified and "verify: buffers differ from one process by at most 0\n" in lines
-    counts = [value for key, value in whole.items() if key.endswith("num_batches_tracked")]
-    assert counts == [4 * microbatches] * 4
-    assert resumed == ([whole] if name == "split" else [])
-
-
-def test_rates_tokens_and_metrics_are_those_worked_out_by_hand(found):
-    """8 microbatches of 2 samples a step; 41 samples of 8 numbers."""
-    numbers = found["schemes"]["1f1b"]["numbers"]
-    assert [entry[4] for entry in numbers] == [128, 128, 72] * 2
-    assert [entry[3] for entry in numbers] == [1e-2, 1e-2, 5e-3, 5e-3, 2.5e-3, 2.5e-3]
-    assert numbers[0][2]["samples"] == 2.0
-    # The last step has 9 samples: four microbatches of two, one of one.
-    assert numbers[2][2]["samples"] == pytest.approx((4 * 2 * 2 + 1) / 9)
-
-
-@pytest.mark.parametrize("scheme", TRAINED)
-def test_evaluation_and_prediction_are_in_eval_mode_and_the_same_everywhere(found, scheme):
-    of_scheme = found["schemes"][scheme]
-    predictions, repeatable = of_scheme["predictions"]
-    assert repeatable and len(predictions) == 41 and of_scheme["first"] == 16
-    loss, metrics, samples = of_scheme["evaluation"]
-    assert samples == 41
-    # Running statistics are those of one worker, so a data-parallel scheme has others.
-    if scheme not in ("ddp", "fsdp-shards"):
-        assert of_scheme["evaluation"] == found["schemes"]["1f1b"]["evaluation"]
-        assert predictions == found["schemes"]["1f1b"]["predictions"][0]
-    values = torch.tensor(predictions)
-    generator = torch.Generator().manual_seed(5)
-    _, targets = (torch.randn(41, 8, generator=generator) for _ in range(2))
-    assert loss == pytest.approx(mse_loss(values, targets).item(), rel=1e-5)
-    assert metrics["largest"] == pytest.approx(values.abs().amax(1).mean().item(), rel=1e-5)
-
-
-@pytest.mark.parametrize("scheme", PREDICTED)
-def test_predictions_under_every_scheme_have_the_bits_of_one_process(found, scheme):
-    """Schemes that have the same forwards and versions of weights predict alike: one of them does."""
-    assert found["predictions"][found["predicts as"][scheme]]
-
-
-def test_a_run_resumed_in_the_middle_of_an_epoch_gives_the_same_bits(found):
-    whole, parts = found["resumed"]
-    assert whole == parts and len(whole[0]) == 7
-
-
-def test_lengths_in_turn_give_the_bits_of_one_process_under_every_scheme(found):
-    first = found["buckets"]["zb-h1 True"]
-    for name, of_scheme in found["buckets"].items():
-        verified, lines = of_scheme["verified"]
-        assert verified, lines
-        if name.endswith("True"):
-            assert len(re.findall("by at most 0$", lines, re.M)) == 3
-            assert of_scheme["numbers"] == first["numbers"] and of_scheme["evaluations"] == first["evaluations"]
-            assert of_scheme["weights"] in ("", first["weights"])
-    lengths = (6, 9, 9, *(6, 9, 9, 6), 6)  # a loop that is left early is followed by the next epoch
-    assert [entry[4] // 8 for entry in first["numbers"]] == [length * 16 for length in lengths]
-    assert [samples for _, samples in first["evaluations"]] == [32, 32]
-
-
-@pytest.mark.parametrize("scheme", dict(BUCKETS))
-def test_steps_of_a_block_are_traced_whatever_their_shape_and_not_what_is_evaluated_between(found, scheme):
-    """Another test of `found` shows that they have the bits of one process, too."""
-    program, trace = (str(found["folder"] / f"{scheme}.{kind}") for kind in ("json", "trace"))
-    checked_program = checked(program)
-    numbers = run_numbers(checked_program, read_trace(Path(trace).read_text(), trace, checked_program))
-    assert numbers["passes"] == 4 and all(worker["busy"] > 0 for worker in numbers["workers"])
+def test_a_run_resumed_in_the_middle_of_an_epoch_under_another_scheme_gives_the_same_bits(execute, tmp_path):
+    script = """
+def weights(run):  # by unit, whoever owns it
+    stages = run.session.interpreter.optimizer.stages.values()
+    own = {(stage.index, shard): part.tolist() for stage in stages for shard, part in stage.owned.items()}
+    return {unit: part for of_rank in run.comm.allgather(own) for unit, part in of_rank.items()}
+def trained(name, *parts):
+    numbers = []
+    for scheme, steps in parts:
+        with driven(scheme) as run:
+            loader = run.loader(data, 2, shuffle=True)
+            assert run.resume(folder / name, data=loader) == bool(numbers)
+            numbers += train(run, loader, steps)
+            run.save(folder / name, data=loader)
+            end = weights(run)
+    return numbers, end
+whole, resumed = trained("whole", ("1f1b", 7)), trained("parts", ("1f1b", 4), ("zb-h1", 7))
+assert whole == resumed and len(whole[0]) == 7 and len(whole[1]) == 4
+"""
+    execute(4, DRIVEN + script, tmp_path)

@@ -202,7 +202,7 @@ if sys.argv[1] == "evaluate":
 for batch in run.loader(Faulty(), 1, workers=1) if sys.argv[1] == "loader" else own:
     run.step(batch)
 """)
-    for how in ("loader", "own", "evaluate"):
+    for how in ("loader", *further("own"), "evaluate"):
         (line,) = (done := launch(2, how, program=(str(script),))).ours
         where = rf".*{script}.*line 7,.*ValueError: no sample 5: it is lost \(at {script}:"
         said = rf"mpirun: rank \d on \S+: ValueError: {where}"
@@ -219,7 +219,7 @@ engine([Wrong(4, 4)], "ddp", example=(x[:3], x[:3]), traceback=sys.argv[1] == "w
 """)
     line = f"{script}:4: `return super().forward(x) @ x`"
     for how in ("short", "whole"):
-        (said,) = (done := launch(2, how, program=(str(script),))).ours
+        (said,) = (done := launch(None, how, program=(str(script),))).ours
         assert done.code == 2 and said.startswith("mpirun: stage 0 fails on the shapes it gets: RuntimeError: ")
         assert said.endswith(f" (at {line})") and ("Traceback" in done.err) == (how == "whole"), done.err
 

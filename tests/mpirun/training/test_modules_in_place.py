@@ -160,7 +160,6 @@ for scheme in ("ddp", "fsdp"):
 
 
 GAN = """
-import functools
 from torch.nn.functional import binary_cross_entropy_with_logits as judge
 adam = functools.partial(torch.optim.Adam, lr=0.01)
 real, fake = torch.ones(8, 1), torch.zeros(8, 1)
@@ -185,24 +184,19 @@ def plainly():
             loss.backward()
             optimizer.step()
             yield loss.item()
-for scheme in sys.argv[1:2]:
-    (g, first, last), losses = parts(), []
-    options = dict(stages=2, microbatches=2, loss=judge, optimizer=adam, timeout=60)
-    with (
-        mpirun.Engine(scheme, [first, last], **options) as run_d,
-        mpirun.Engine(scheme, [nn.Sequential(g, first), last], **options) as run_g,
-    ):
-        for step in range(5):
-            noise, other, points = drawn(step)
-            with torch.no_grad():
-                points = torch.cat([points[:, :2], run_d.comm.bcast(g(noise))])  # rank 0 owns the generator
-            nn.Sequential(first, last).requires_grad_(sys.argv[2:] != ["frozen first"] or step > 0)
-            run_g.step((other, real)) if sys.argv[2:] == ["frozen first"] and step == 0 else None
-            nn.Sequential(first, last).requires_grad_(True)
-            losses.append(run_d.step((points, torch.cat([real, fake]))).loss)
-            nn.Sequential(first, last).requires_grad_(False)
-            losses.append(run_g.step((other, real)).loss)
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(list(plainly())))
+(g, first, last), losses = parts(), []
+options = dict(stages=2, microbatches=2, loss=judge, optimizer=adam, timeout=60)
+d_alone = mpirun.Engine(sys.argv[1], [first, last], **options)
+with d_alone as run_d, mpirun.Engine(sys.argv[1], [nn.Sequential(g, first), last], **options) as run_g:
+    for step in range(5):
+        noise, other, points = drawn(step)
+        with torch.no_grad():
+            points = torch.cat([points[:, :2], run_d.comm.bcast(g(noise))])  # rank 0 owns the generator
+        nn.Sequential(first, last).requires_grad_(True)
+        losses.append(run_d.step((points, torch.cat([real, fake]))).loss)
+        nn.Sequential(first, last).requires_grad_(False)
+        losses.append(run_g.step((other, real)).loss)
+torch.testing.assert_close(torch.tensor(losses), torch.tensor(list(plainly())))
 """
 
 

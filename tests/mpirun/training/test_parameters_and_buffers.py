@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine_scripts import PRELUDE
+from examples import further
 
 
 def test_values_that_a_script_gives_its_parameters_count_at_once(tmp_path, execute):
@@ -195,7 +196,7 @@ with engine([nn.Linear(4, 4), Stateful("clone")], "ddp") as run:
     execute(2, STATE + script, err=[goes, f"{goes}; evaluation uses those of rank 0"])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [*further(1), 2])
 def test_a_tensor_of_the_trial_that_a_forward_has_cached_is_refused(ranks, launch):
     """It has no values: a message that it is computed into would keep what its memory had before."""
     script = """

@@ -50,7 +50,7 @@ CASES = ["fsdp-example", "pipedream-loader", "gpipe-split", "1f1b-model"]
 CASES += further("1f1b-example", "1f1b-loader", "ddp-bare")
 
 
-def test_a_profile_changes_no_bit_of_what_follows_and_simulate_reads_it(execute, several, compiled, text, tmp_path):
+def test_a_profile_changes_no_bit_of_what_follows_and_simulate_reads_it(execute, inside, compiled, text, tmp_path):
     execute(2, SCRIPT, tmp_path, text, *CASES)
     schedule = compiled("1f1b", stages=2, microbatches=2)
     for case in CASES:
@@ -58,7 +58,7 @@ def test_a_profile_changes_no_bit_of_what_follows_and_simulate_reads_it(execute,
             assert schedgen(["simulate", str(schedule), "--profile", str(tmp_path / case), "--json"]) == 0
     command, own = tmp_path / "command", json.loads((tmp_path / "1f1b-model").read_text())
     options = ("--model", "mpirun.examples.mlp:tiny", "--stages", 2, "--text", text, "--steps", 1, "-o", command)
-    assert several(2, [["profile", *options]]) == [(0, "")]
+    assert inside(2, [{"arguments": ["profile", *options]}])[0][:2] == (0, "")
     profile = json.loads(command.read_text())
     assert own.keys() == profile.keys()
     times = {"F", "B", "I", "W", "step", "overhead", "machine"}

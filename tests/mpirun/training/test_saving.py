@@ -20,8 +20,8 @@ assert steps("kept") == [2, 3, 4, 5], steps("kept")
     execute(1, script, tmp_path, err=sentences)
 
 
-def test_a_checkpoint_stays_until_another_of_its_step_is_whole(tmp_path, launch):
-    """A limit on the size of files emulates a full disk: only the manifest, which is written last, exceeds it."""
+def test_a_disk_that_is_full_costs_neither_the_run_nor_a_checkpoint_of_the_same_step(tmp_path, launch):
+    """A limit on the size of files emulates it: only the manifest, which is written last, exceeds it."""
     script = """
 import resource
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -37,11 +37,13 @@ assert engine().resume(saved)
 resource.setrlimit(resource.RLIMIT_FSIZE, before)
 loader = run.loader(rows, 4)
 assert run.save(saved, data=loader, keep=1) and engine().resume(saved, data=loader)
+run.step((x, x))
+assert run.save(saved, data=loader, keep=2)
 print(*sorted(path.name for path in saved.iterdir()))
 """
     done = launch(None, tmp_path, program=("-c", PRELUDE + script))
     sentence = r"mpirun: no checkpoint of step 1: \S+: File too large; the last one is that of step 1"
-    assert (done.code, done.out.splitlines()[-1]) == (0, ".lock step-00000001"), done.err
+    assert (done.code, done.out.splitlines()[-1]) == (0, ".lock step-00000001 step-00000002"), done.err
     assert re.fullmatch(sentence, done.err.strip()), done.err
 
 

@@ -1,6 +1,4 @@
-"""Train as `python -m mpirun` does, while MPI delivers as a transport in order would.
-
-mpiexec -n R python -m mpi4py in_order_training.py TRANSPORT FILE --model MODULE:FUNCTION ...
+"""MPI as a transport that delivers in order.
 
 In each communicator one operation is under way at a time, in the order of issue. A send is an Issend, which blocks
 those behind it until it is received, and all have one tag, so position decides what a receive meets. Sums have
@@ -9,14 +7,11 @@ communicators of their own.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable
 
 from mpi4py import MPI
 
-import mpirun.engine.build
-from mpirun.cli.main import main
 from mpirun.comm.message import mpi_buffer
 from mpirun.comm.transport import Receive, Transport
 
@@ -40,10 +35,11 @@ class Operation:
 
 
 class InOrderTransport(Transport):
-    queue_of = staticmethod(QUEUES[sys.argv[1]])
+    """`name`: one of QUEUES; the other arguments are those of Transport."""
 
-    def __init__(self, *arguments, **named):
+    def __init__(self, name: str, *arguments, **named):
         super().__init__(*arguments, **named)
+        self.queue_of = QUEUES[name]
         self.queues: dict[tuple[int, ...], deque[Operation]] = {}
 
     def issue(self, a: int, b: int, kind: int, post: Callable[[], MPI.Request]) -> Operation:
@@ -77,8 +73,3 @@ class InOrderTransport(Transport):
     def poll(self) -> None:
         super().poll()
         self.advance()
-
-
-if __name__ == "__main__":
-    mpirun.engine.build.make_transport = InOrderTransport
-    sys.exit(main(sys.argv[2:]))
