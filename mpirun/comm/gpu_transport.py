@@ -112,6 +112,12 @@ class Transfer:
         self.done = True
         return True
 
+    def arrive(self) -> bool:
+        """Return whether it has ended; kernels launched from then on wait for the work that is left."""
+        if self.done and self.arrived is not None:
+            self.arrived.arrive()
+        return self.done
+
 
 class ReceivedMessage:
     """A message that is received into the memory of a tensor any number of times."""
@@ -151,11 +157,7 @@ class ReceivedMessage:
                 return False  # words are not used any more
             transfer.promise.arrive()
             return True
-        if transfer is None or not transfer.done:
-            return False
-        if transfer.arrived is not None:
-            transfer.arrived.arrive()
-        return True
+        return transfer is not None and transfer.arrive()
 
     def _begin(self) -> MPI.Request:
         if self.request is None:
@@ -230,6 +232,19 @@ class QueuedTransport(Transport):
         make_request = partial(self._persistent, peer=peer, tag=tag, comm=comm)
         message = ReceivedMessage(self.device, tensor, mirror, word, make_request, partial(self._enqueue, queue))
         return Receive(message.start, message.done)
+
+    def receive_once(self, tensor: Tensor, peer: int, tag: int) -> Done:
+        """As `Transport.receive_once`, for a tensor of one dimension; the host waits for it even with words."""
+        written = tensor if self.device.direct else self.device.host(tensor.nbytes).view(tensor.dtype)
+
+        def end() -> Mark | None:
+            with self.device.copies(out=False):
+                tensor.copy_(written, non_blocking=True)  # onto itself it does nothing
+                return self.device.mark()
+
+        transfer = Transfer(self.device.mark(), lambda: self.comm.Irecv(mpi_buffer(written), peer, tag), end)
+        self._enqueue(self.receives_to_begin, transfer)
+        return transfer.arrive
 
     def _mirror(self, tensor: Tensor) -> Mirror:
         """The mirror of the block that a tensor lies in; a new one if the last has allocated its memory."""

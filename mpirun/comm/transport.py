@@ -2,7 +2,7 @@
 
 The tag of a message is the kind of its buffer. MPI keeps messages of one tag between two ranks in order, and a
 schedule needs no more than that. MPI need not know a tensor's type: its bytes are counted in the widest numbers that
-divide them. A receive fills the same memory in every step, so it is a persistent request that is made once.
+divide them. A receive that fills the same memory in every step is a persistent request, made once.
 Every request keeps its tensor alive (`message`): no caller has to.
 
 `Transport` is for memory that MPI may access at once; `gpu_transport.py` has the transport for GPUs.
@@ -99,6 +99,13 @@ class Transport:
                 self.watched.append(request.Test)
 
         return Receive(start if large else request.Start, request.Test)
+
+    def receive_once(self, tensor: Tensor, peer: int, tag: int) -> Done:
+        """Start receiving into the memory of a tensor, by a request that is made for this message alone."""
+        done = self.comm.Irecv(mpi_buffer(tensor), peer, tag).Test
+        if self.watched is not None and tensor.nbytes >= AT_ONCE:
+            self.watched.append(done)
+        return done
 
     def watch(self) -> None:
         """From now on `moves` tracks messages that start, and has to be called now and then."""

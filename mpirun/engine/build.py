@@ -33,6 +33,7 @@ from mpirun.engine.memory_slots import MemorySlots
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.other_sums import SliceSums, tied_sum
 from mpirun.engine.running_statistics import KeptBuffers
+from mpirun.engine.saved_sizes import lent_jobs, saved_sizes
 from mpirun.engine.setup import Setup
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.build_stage import build_stage
@@ -196,7 +197,7 @@ def build_interpreter(
         grad_buffers=GradBuffers(
             header, stages, slots, comm.rank, None if other is None else other.context.grad_buffers
         ),
-        microbatches=MicrobatchReader(setup.microbatches, setup.device.torch, position),
+        microbatches=MicrobatchReader(setup.microbatches, setup.device.torch, position), lent=lent_jobs(instructions),
         score=partial(score, setup.model.loss),
         minibatch_loss=MinibatchLoss(setup.model, setup.device.torch, setup.autocast_dtype, seed_loss, exchange)
         if whole else None,
@@ -204,8 +205,10 @@ def build_interpreter(
         norms=GradNorms(header, setup.shapes, comm.rank, setup.canonical),
         other_sums={Kind.T: partial(tied_sum, setup.model), Kind.X: slice_sums.prepare, Kind.G: slice_sums.prepare},
     )  # fmt: skip
+    context.saved_sizes.update(saved_sizes(comm, context, setup.example))
+    lent = [sum(context.saved_sizes.get(stage, ())) for stage in range(header.stages)]
     progress = MessageProgress(comm, setup.device) if other is None else other.progress
-    under_way = bytes_under_way(program, slots.bytes).tolist()
+    under_way = bytes_under_way(program, slots.bytes._replace(saved=slots.bytes.saved + lent)).tolist()
     return RunInterpreter(context, state, under_way, progress, graphs)
 
 

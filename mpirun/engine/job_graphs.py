@@ -43,9 +43,9 @@ FORWARDS = (Op.FWD, Op.RECOMPUTE)
 
 
 def check_nothing_offloaded(instructions: Sequence[Instruction]) -> None:
-    """UsageError if a job would keep what it saves in host memory: a graph keeps it at fixed addresses of the pool."""
-    if any(i.op == Op.OFFLOAD and i.kind == Kind.SAVED for i in instructions):
-        raise UsageError("graphs: captured jobs keep what they save at fixed addresses: compile without --offload")
+    """UsageError if what a job saves would leave meanwhile: a graph keeps it at fixed addresses of the pool."""
+    if any(i.kind == Kind.SAVED for i in instructions):
+        raise UsageError("graphs: what captured jobs save has fixed addresses: compile without --offload and --evict")
 
 
 class JobGraphs:

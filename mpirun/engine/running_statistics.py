@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.setup import RankPart
-from mpirun.model.module_tensors import buffer_copies, frozen_statistics
+from mpirun.model.module_tensors import buffer_copies, frozen_statistics, set_buffers
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F, Instruction, Op
 
@@ -36,8 +36,7 @@ def buffers_shared(part: RankPart) -> Iterator[None]:
         yield
     finally:
         for module, buffers in before:
-            for name, buffer in module.named_buffers():
-                buffer.detach().copy_(buffers[name])
+            set_buffers(module, buffers)
 
 
 def share_buffers(part: RankPart) -> None:

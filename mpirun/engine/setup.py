@@ -15,7 +15,7 @@ from torch import nn
 from mpirun.comm.device import Device, choose_device, ranks_on_host
 from mpirun.comm.fail_together import from_rank_0, together
 from mpirun.comm.waiting import check_launcher, sleeping_barrier
-from mpirun.data.microbatches import Microbatches, MicrobatchSource, training_text
+from mpirun.data.microbatches import Microbatch, Microbatches, MicrobatchSource, training_text
 from mpirun.engine.core.stage import LocalStage
 from mpirun.engine.expand_slices import check_slices, expanded_model
 from mpirun.engine.loss import check_minibatch_loss
@@ -51,6 +51,7 @@ class Setup(Host):
     shapes: Sequence[StageShape]  # by stage
     dataflow: Dataflow
     microbatches: MicrobatchSource
+    example: Microbatch  # as all that an interpreter of this setup reads
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def set_up(
     return Setup(
         **vars(host), recipe=recipe, seed=options.seed, canonical=options.canonical,
         autocast_dtype=dtype, graphs=options.graphs, model=model,
-        unsliced_model=unsliced_model, shapes=shapes, dataflow=dataflow, microbatches=source,
+        unsliced_model=unsliced_model, shapes=shapes, dataflow=dataflow, microbatches=source, example=source.example,
     )  # fmt: skip
 
 

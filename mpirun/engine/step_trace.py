@@ -114,9 +114,9 @@ class StepTrace:
         if row < 0:
             return REDUCTION
         i = self.instructions[row]
-        if i.op == Op.SEND:
+        if i.op == Op.SEND and i.kind != Kind.SAVED:
             return SEND_CAUSE
-        return CAUSES.index(KIND_WORDS[Kind.W if i.op == Op.FETCH_W else Kind(i.kind)])
+        return CAUSES.index(KIND_WORDS.get(Kind.W if i.op == Op.FETCH_W else Kind(i.kind), "offload"))
 
     def write(self, comm: MPI.Intracomm, program: Program | None, path: str) -> None:
         """Write the passes of all ranks as a Chrome trace; `program`: that of all ranks, on rank 0. Collective."""

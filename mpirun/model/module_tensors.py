@@ -147,3 +147,9 @@ def buffer_copies(module: nn.Module, every_name: bool = False) -> dict[str, Tens
     """Copies of a module's buffers, by name; `every_name`: a buffer with several names has its one copy under each."""
     copies = {id(buffer): buffer.detach().clone() for buffer in module.buffers()}
     return {name: copies[id(buffer)] for name, buffer in module.named_buffers(remove_duplicate=not every_name)}
+
+
+def set_buffers(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Give a module's buffers these values, by name."""
+    for name, buffer in module.named_buffers():
+        buffer.detach().copy_(values[name])

@@ -45,7 +45,7 @@ DATA_PARALLEL = ("ddp", "fsdp")
 
 # The options of `schedgen compile` that an Engine takes with a scheme's name.
 SIZES = ("groups", "chunks", "group", "replicas", "shards")
-ORDER = ("n", "mode", "weight_slots", "prefetch", "recompute", "offload", "memory_limit", "updates")
+ORDER = ("n", "mode", "weight_slots", "prefetch", "recompute", "offload", "evict", "memory_limit", "updates")
 
 
 class Given(NamedTuple):

@@ -92,8 +92,8 @@ class Engine(OpenRun):
     comm          the ranks; None: all
 
     With a scheme's name it takes these options of `schedgen compile`: groups, chunks, group, replicas, shards, n, mode,
-    weight_slots, prefetch, recompute, offload, memory_limit, updates. One number of `replicas` is of the whole scheme,
-    one of `shards` is for each stage.
+    weight_slots, prefetch, recompute, offload, evict, memory_limit, updates. One number of `replicas` is of the whole
+    scheme, one of `shards` is for each stage.
 
     These it shares with the command line (`mpirun.engine.options.RunOptions`):
 

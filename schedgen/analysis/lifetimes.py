@@ -100,23 +100,24 @@ class Lifetimes:
 
     @cached_property
     def is_received(self) -> Flags:
-        """By life, whether it begins with a message rather than a computation."""
-        return np.isin(self.program.rows.op[self.begin], RECEIVERS) & (self.begin >= 0)
+        """By life, whether it begins with a message that has a planned place; what forwards save has none."""
+        begins = np.isin(self.program.rows.op[self.begin], RECEIVERS)
+        return begins & (self.begin >= 0) & ~np.isin(self.buffer, Buffer.SAVED)
 
     def amounts(self, sizes: Numbers) -> Numbers:
         """Bytes of every life. `sizes`: by kind of buffer and size column, as from `BufferSizes.by_kind`."""
         bytes: Numbers = sizes[self.buffer, self.size_column]
         if len(sizes) > len(Buffer):
-            away = (self.buffer == Buffer.HALF) & np.isin(self.number, self._offloaded_halves())
+            away = (self.buffer == Buffer.HALF) & np.isin(self.number, self._halves_that_leave())
             bytes[away] = sizes[len(Buffer), self.size_column[away]]
         return bytes
 
-    def _offloaded_halves(self) -> Numbers:
-        """The numbers of saved forwards that go to the host between BWD_I and BWD_W."""
-        offloads, table = self.program.rows_of(Op.OFFLOAD), self.program.rows
-        offloads = offloads[table.kind[offloads] == Kind.SAVED]
-        first_half = self.program.job_rows(Op.BWD_I)[table.stage[offloads], table.mb[offloads]]
-        halves = offloads[(first_half >= 0) & (first_half < offloads)]
+    def _halves_that_leave(self) -> Numbers:
+        """The numbers of saved forwards that leave their rank between BWD_I and BWD_W."""
+        leave, table = self.program.rows_of(Op.OFFLOAD, Op.SEND), self.program.rows
+        leave = leave[table.kind[leave] == Kind.SAVED]
+        first_half = self.program.job_rows(Op.BWD_I)[table.stage[leave], table.mb[leave]]
+        halves = leave[(first_half >= 0) & (first_half < leave) & (table.rank[first_half] == table.rank[leave])]
         job: Numbers = table.stage[halves].astype(np.int64) * self.program.header.microbatches + table.mb[halves]
         return job
 

@@ -91,7 +91,7 @@ def header_of(placed: PlacedScheme) -> Header:
             **({"accumulated": accumulated} if scheme.updates == TWO_BUFFERS else {}),
             **({} if options.in_order is None else {"transport": options.in_order.name}),
             **({} if options.sums == ALLREDUCE else {"sums": options.sums}),
-            **({"offload_optimizer": True} if options.offload_optimizer else {}),
+            **{name: True for name in ("offload_optimizer", "evict") if getattr(options, name)},
         },
         graph=placed.graph,
         tied=placed.tied,

@@ -71,6 +71,7 @@ class Options:
     offload_optimizer: bool = switch(
         "--offload-optimizer", "keep the state of optimizers in host memory, and bring it to the device for each STEP"
     )
+    evict: bool = switch("--evict", "lend what forwards save, from ranks that save many to ranks that save few (BPipe)")
     memory_limit: int | None = option(
         "--memory-limit M", "saved forwards a worker may hold (greedy); default: no limit", count
     )
@@ -111,6 +112,8 @@ def check_options(scheme: Scheme, sizes: Sizes, options: Options) -> None:
         _check_forward(options)
     if options.offload_optimizer and updates != FLUSH:
         raise UsageError(f"--offload-optimizer does not go with --updates {updates}: a weight has several STEPs")
+    if options.evict and options.offload:
+        raise UsageError("--evict does not go with --offload: what a forward saves would go to two places")
     if options.sums != ALLREDUCE:
         _check_sums(options, max(sizes.shards or (1,)), updates)
     stages = sizes.stages * options.substages
@@ -155,6 +158,7 @@ def _check_forward(options: Options) -> None:
         ("--recompute", options.recompute, "there is no backward to redo a forward for"),
         ("--offload", options.offload, "there is no backward to bring anything back for"),
         ("--offload-optimizer", options.offload_optimizer, "no optimizer steps"),
+        ("--evict", options.evict, "forwards save nothing for a backward"),
         ("--memory-limit", options.memory_limit is not None, "forwards save nothing for a backward"),
         (f"--updates {options.updates}", options.updates not in (None, FLUSH), "weights do not change"),
     ):

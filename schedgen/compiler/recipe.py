@@ -112,6 +112,7 @@ def _guesses(header: Header, times: Mapping[str, Amount] | None) -> Iterator[Rec
         recompute=of_model(lowering["recompute"]),
         offload=of_model(lowering.get("offload", [])),
         offload_optimizer=header.offloads_optimizer,
+        evict="evict" in lowering,
         memory_limit=header.memory_limit,
         updates=None if header.weight_versions.updates == own.updates else header.weight_versions.updates,
         **{name: lowering[name] for name in ("weight_slots", "fan_out", "prefetch")},

@@ -87,8 +87,9 @@ _BACKWARD = *_FORWARD, Does(READ, G, OUTPUTS)
 # ALLREDUCE or NORM together.
 EFFECTS: dict[Op, Form] = {
     Op.FETCH_W: _named(RECEIVE, W),
-    Op.RECV: _named(RECEIVE, X, G) | {Kind.DW: (Does(RECEIVE, PARTIAL, NAMED),)},
-    Op.SEND: _named(SEND, X, G, W, DW),
+    Op.RECV: _named(RECEIVE, X, G)
+    | {Kind.DW: (Does(RECEIVE, PARTIAL, NAMED),), Kind.SAVED: (Does(RECEIVE, SAVED, JOB),)},
+    Op.SEND: _named(SEND, X, G, W, DW) | {Kind.SAVED: (Does(SEND, SAVED, JOB),)},
     Op.FWD: _job(*_FORWARD, Does(DEFINE, SAVED, UNREDONE), Does(DEFINE, X, OUTPUTS)),
     Op.RECOMPUTE: _job(*_FORWARD, Does(DEFINE, SAVED, JOB)),
     Op.BWD: _job(*_BACKWARD, Does(DEFINE, G, INPUTS), Does(ADD, DW, SHARDS), Does(END, SAVED, JOB)),

@@ -75,8 +75,8 @@ OPERANDS: dict[Op, tuple[str, ...]] = {
 # The kinds of buffer an opcode may name.
 KINDS: dict[Op, tuple[Kind, ...]] = {
     Op.FETCH_W: (Kind.W,),
-    Op.RECV: (Kind.X, Kind.G, Kind.DW),
-    Op.SEND: (Kind.X, Kind.G, Kind.W, Kind.DW),
+    Op.RECV: (Kind.X, Kind.G, Kind.DW, Kind.SAVED),
+    Op.SEND: (Kind.X, Kind.G, Kind.W, Kind.DW, Kind.SAVED),
     Op.ADD: (Kind.DW,),
     Op.ALLREDUCE: (Kind.DW, Kind.T, Kind.X, Kind.G),
     Op.FREE: (Kind.X, Kind.G, Kind.W, Kind.DW, Kind.SAVED, Kind.OPT),

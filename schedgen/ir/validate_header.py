@@ -28,7 +28,8 @@ OPTIONAL_KEYS = ("per_consumer", "shards", "parts", "tensor")
 
 # The least value of each number of the lowering.
 _LEAST = {"weight_slots": 1, "fan_out": 1, "prefetch": 0, "memory_limit": 1, "accumulated": 1}
-_OPTIONAL_LOWERING = ("memory_limit", "updates", "accumulated", "transport", "sums", "offload_optimizer", "offload")
+_ARE_TRUE = ("offload_optimizer", "evict")  # or left out
+_OPTIONAL_LOWERING = ("memory_limit", "updates", "accumulated", "transport", "sums", *_ARE_TRUE, "offload")
 _LOWERING = ("weight_slots", "fan_out", "prefetch", "recompute", *_OPTIONAL_LOWERING)  # in this order
 
 _Checked = TypeVar("_Checked")
@@ -184,7 +185,7 @@ def _check_together(header: Header) -> None:
     if header.is_forward:
         _need(not header.sums_by_messages, "lowering", "lowering: a list of forwards sums no gradients")
         _need(not header.tied, "tied", "tied: a list of forwards sums no gradients, so it has no ties")
-        saves = header.lowering["recompute"] or "offload" in header.lowering or header.memory_limit is not None
+        saves = header.lowering["recompute"] or {"memory_limit", "offload", "evict"} & {*header.lowering}
         right = header.has_flush and not saves
         words = "lowering: a list of forwards redoes nothing, saves nothing and makes no versions of weights"
         _need(right, "lowering", words)
@@ -205,8 +206,8 @@ def _lowering(value: Any, limits: Limits) -> dict[str, Any]:
         right = key not in value or _is_whole(value[key], least, LARGEST)
         _need(right, "lowering", f"lowering: {key} must be a whole number of at least {least}")
     _need(_is_printable(value.get("sums", "")), "lowering", "lowering: sums must be a printable string")
-    right = value.get("offload_optimizer", True) is True
-    _need(right, "lowering", "lowering: offload_optimizer must be true, or be left out")
+    for key in _ARE_TRUE:
+        _need(value.get(key, True) is True, "lowering", f"lowering: {key} must be true, or be left out")
     for key in {"recompute", "offload"} & {*value}:
         for forwards in value[key] if isinstance(value[key], list) else [None]:
             stage, mb = forwards if isinstance(forwards, list) and len(forwards) == 2 else (forwards, 0)

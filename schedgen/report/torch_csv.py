@@ -86,7 +86,7 @@ def _not_in_torch(program: Program) -> list[str]:
         f"stage on several ranks, as stage {np.argmax(several)} is": bool(several.any()),
         "RECOMPUTE": len(program.rows_of(Op.RECOMPUTE)) > 0,
         f"rank without a stage, as rank {np.append(idle, 0)[0]} is": len(idle) > 0,
-        "OFFLOAD": len(program.rows_of(Op.OFFLOAD)) > 0,
+        "OFFLOAD, or SEND of what forwards save": bool((program.rows.kind >= Kind.SAVED).any()),
     }
     return [words for words, is_lost in lost.items() if is_lost]
 

@@ -10,7 +10,7 @@
 4. The first version of an owner's weights is in the owner's own memory. Each further live version takes one slot, from
    a free list per stage, which also gets the owner's own memory once that is freed.
 
-Everything else a rank computes has no slot: `footprint` counts the most bytes of it that are live at once.
+Everything else has no slot, also what a rank saves for another: `footprint` counts the most bytes that are live.
 What a rank offloads has slots in the memory of the host, from a free list per stage: `host_plan`.
 """
 

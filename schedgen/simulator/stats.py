@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from schedgen.analysis import Memory, analyse
+from schedgen.analysis import Memory, MemoryTimeline, analyse
 from schedgen.ir.cost import Amount
-from schedgen.ir.effects import COPIES, Buffer
+from schedgen.ir.effects import Buffer
 from schedgen.ir.header import Header
-from schedgen.ir.instructions import KIND_WORDS, LETTER, Op
+from schedgen.ir.instructions import KIND_WORDS, LETTER, Kind, Op
 from schedgen.ir.program import Program
 from schedgen.simulator.lower_bounds import lower_bounds
 from schedgen.simulator.machine import Machine
@@ -37,7 +37,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
     bubbles = (ends - begins - run.busy)[np.isfinite(begins)]
     if len(header.directions) == 3 and not len(program.rows_of(Op.BWD)):
         cost = {name: time for name, time in cost.items() if name != "B"}
-    limits = lower_bounds(header, cost, memory.saved + memory.host, program.job_rows(Op.RECOMPUTE) >= 0)
+    limits = lower_bounds(header, cost, _in_flight(program), program.job_rows(Op.RECOMPUTE) >= 0)
     gap = latency / max(limits.values()) - 1
     numbers: dict[str, Any] = {
         "scheme": dict(header.scheme),
@@ -95,6 +95,16 @@ def _receive_slots(program: Program, *kinds: Buffer) -> Numbers:
     lifetimes, most = analyse(program).lifetimes, np.zeros(program.header.workers, np.int64)
     received = lifetimes.is_received & np.isin(lifetimes.buffer, kinds)
     np.maximum.at(most, program.rows.rank, lifetimes.timeline(received.astype(np.int64)).during)
+    return most
+
+
+def _in_flight(program: Program) -> Numbers:
+    """By worker: the most of its forwards at once that are saved for a backward to come, wherever this is."""
+    lifetimes, most = analyse(program).lifetimes, np.zeros(program.header.workers, np.int64)
+    saved = np.zeros(len(program), np.int64)
+    saved[lifetimes.begin[lifetimes.buffer == Buffer.SAVED]] = 1
+    begun, ended = saved * program.is_one_of(Op.FWD, Op.RECOMPUTE), 1 * program.is_one_of(Op.BWD, Op.BWD_W)
+    np.maximum.at(most, program.rows.rank, MemoryTimeline(begun, ended).during)
     return most
 
 
@@ -176,7 +186,7 @@ def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
         "idle": {cause: float(run.idle[:, i].sum()) for i, cause in enumerate(CAUSES)},
         "bytes": {words: int(run.message_bytes[table.kind == kind].sum()) for kind, words in KIND_WORDS.items()},
         **_exchanges(program, run),
-        "offload_bytes": int(run.message_bytes[program.rows_of(*COPIES)].sum()),  # both ways
+        "offload_bytes": int(run.message_bytes[table.kind >= Kind.SAVED].sum()),  # both ways
         "links": [
             {"from": int(pair // workers), "to": int(pair % workers), "bytes": int(size)}
             for pair, size in zip(link, traffic, strict=True)

@@ -25,10 +25,11 @@ from schedgen.util.errors import UsageError
 FEATURES = {
     "tied": {"shards", "versions", "sums"},
     "recompute": {"forward"},
-    "offload": {"forward"},
+    "offload": {"forward", "evict"},
+    "evict": {"forward", "offload"},
     "offload optimizer": {"forward", "versions"},
     "memory limit": {"forward"},
-    "forward": {"recompute", "offload", "offload optimizer", "memory limit", "versions", "sums"},
+    "forward": {"recompute", "offload", "evict", "offload optimizer", "memory limit", "versions", "sums"},
     "shards": {"tied", "slices", "versions", "sums"},
     "slices": {"shards", "versions", "sums"},
     "versions": {"tied", "offload optimizer", "forward", "shards", "slices", "sums"},
@@ -137,6 +138,15 @@ def with_shards(draw, case: Case) -> Case:
     )
 
 
+def with_loans(case: Case) -> Case:
+    """One worker has all stages but the last, and does all forwards first, so that another has room."""
+    compute, sizes = np.zeros_like(case.compute), case.sizes
+    compute[:, 1:][:, -1:] = 1
+    n = case.n.copy()
+    n[F] -= 20
+    return case._replace(compute=compute, n=n, sizes=sizes._replace(workers=max(sizes.workers, 2)), prefetch=0)
+
+
 def with_versions(draw, case: Case) -> Case:
     """Any replicas on any workers, one microbatch after the other on each, with backwards about in their order."""
     S, batches, workers = case.sizes.stages, case.sizes.microbatches, case.sizes.workers
@@ -198,6 +208,8 @@ def programs(draw, *required: str, without: tuple[str, ...] = ()) -> Program:
         recompute=case.recompute if "recompute" in features else [],
         offload=draw(st.just("all") | st.lists(named, min_size=1, max_size=3)) if "offload" in features else [],
     )
+    if "evict" in required or ("evict" in features and draw(st.booleans())):
+        case = with_loans(case)
     if "shards" in features:
         case = with_shards(draw, case)
     if "versions" in features:
@@ -209,10 +221,12 @@ def programs(draw, *required: str, without: tuple[str, ...] = ()) -> Program:
         scheme, sizes, options = with_slices(draw, case)
     limit = draw(st.integers(1, 6)) if "memory limit" in features else None
     options = replace(
-        options, memory_limit=limit, forward="forward" in features, offload_optimizer="offload optimizer" in features
-    )
+        options, memory_limit=limit, forward="forward" in features, offload_optimizer="offload optimizer" in features,
+        evict="evict" in features,
+    )  # fmt: skip
     program = None
-    for tried in (options, *[replace(options, offload=())] * ("offload" not in required)):  # often there is no room
+    has_to = {"offload", "evict"} & set(required)
+    for tried in (options, *[replace(options, offload=(), evict=False)] * (not has_to)):  # often there is no room
         try:
             program = program or compile(scheme, sizes, tried)
             check_compiled(program)

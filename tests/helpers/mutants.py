@@ -168,9 +168,27 @@ def an_offload(chance: Random, program: Program) -> Program:
     )
 
 
+def a_loan(chance: Random, program: Program) -> Program:
+    """What a forward saves goes to another rank and comes back, with three ascending places in either list."""
+    row, header = some_row(chance, program), program.header
+    i, rank, other = program.instruction(row), int(program.rows.rank[row]), chance.randrange(header.workers)
+    rows = range(*program.bounds[other : other + 2].tolist())
+    if i.op not in COMPUTE or not rows:
+        return program
+    saved, new = i._replace(kind=Kind.SAVED, operand=-1), []
+    for of, to, places, ops in (
+        (rank, other, stretch(program, row), (Op.SEND, Op.FREE, Op.RECV)),
+        (other, rank, rows, (Op.RECV, Op.SEND, Op.FREE)),
+    ):
+        at = sorted(chance.choice(places) for _ in ops)
+        each = (saved._replace(op=op, operand=-1 if op == Op.FREE else to) for op in ops)
+        new += [(place, of, one) for place, one in zip(at, each, strict=True)]
+    return with_rows(program, new)
+
+
 ROWS: tuple[Callable[[Random, Program], Program], ...] = (
     a_neighbour, a_neighbour, a_neighbour, a_place, a_swap, beside_norm, less, twice, elsewhere, together, an_operand,
-    an_operand, a_sum_of_all, a_message_again, an_offload, an_offload,
+    an_operand, a_sum_of_all, a_message_again, an_offload, an_offload, a_loan, a_loan,
 )  # fmt: skip
 
 

@@ -55,13 +55,14 @@ def lives(program, rank):
     begun, found = {}, []
     for at, i in enumerate(part):
         s, b, starts, ends = i.stage, i.mb, [], []
-        if i.op in (Op.RECV, Op.FETCH_W):
+        received = i.op == Op.RECV and i.kind == Kind.SAVED
+        if i.op in (Op.RECV, Op.FETCH_W) and not received:
             starts = [("partial", s, i.operand, i.piece) if i.kind == Kind.DW else (i.kind, s, b, i.piece)]
         if i.op == Op.FWD:
             starts = [(Kind.X, s, b, piece) for piece in header.graph.output_consumers(s)]
         if i.kind == Kind.OPT:
             starts = [(Kind.OPT, s, b, i.piece)] * (i.op == Op.RELOAD)
-        elif i.op in (Op.RECOMPUTE, Op.RELOAD) or (i.op == Op.FWD and (s, b) not in redone):
+        elif i.op in (Op.RECOMPUTE, Op.RELOAD) or (i.op == Op.FWD and (s, b) not in redone) or received:
             starts.append(("saved", s, b))
         if i.op in (Op.BWD, Op.BWD_I):
             starts = [(Kind.G, p, b, header.graph.gradient_consumer(p, s)) for p in header.graph.producers[s]]
@@ -88,7 +89,7 @@ def lives(program, rank):
                 if name[0] in (Kind.X, Kind.G)
                 else -1
             )
-            placed = foreign or part[begin].op in (Op.RECV, Op.FETCH_W)
+            placed = foreign or (part[begin].op in (Op.RECV, Op.FETCH_W) and name[0] != "saved")
             found.append(Life(name[0], name[1], column, begin, at, placed, piece))
     assert not begun
     # The gradients that a rank gathers for other ranks' parts of a stage are contiguous.

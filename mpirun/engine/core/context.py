@@ -57,7 +57,7 @@ class PendingBackward:
 
     __slots__ = ("half", "loss_gradient", "saved", "tensors")
     saved: SavedForward
-    tensors: SavedTensors  # where what the forward saves is offloaded
+    tensors: SavedTensors  # where what the forward saves leaves the device
     half: WeightHalf | None
     loss_gradient: Tensor  # last stage only: the gradient that its backward starts from
 
@@ -80,6 +80,8 @@ class Context:
     buffers: LocalBuffers  # x, g and w by name, and dw that are sent
     grad_buffers: GradBuffers  # dw
     microbatches: MicrobatchReader
+    lent: set[tuple[int, int]]  # stages and microbatches of which it lends other ranks what it saves
+    saved_sizes: dict[int, list[int]] = field(default_factory=dict)  # by stage, of what is lent: bytes
 
     # What jobs leave for later instructions.
     pending: dict[tuple[int, int], PendingBackward] = field(default_factory=dict)  # by stage and microbatch
@@ -111,8 +113,8 @@ class Context:
 
     @cached_property
     def offloaded(self) -> set[tuple[int, int]]:
-        """The stages and microbatches of which what is saved for the backward goes to host memory."""
-        return {(i.stage, i.mb) for i in self.instructions if i.op == Op.OFFLOAD and i.kind == Kind.SAVED}
+        """The stages and microbatches of which what is saved for the backward leaves the device meanwhile."""
+        return self.lent | {(i.stage, i.mb) for i in self.instructions if i.op == Op.OFFLOAD and i.kind == Kind.SAVED}
 
     def is_last(self, stage: int) -> bool:
         """Whether a stage has the loss."""

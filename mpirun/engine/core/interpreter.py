@@ -34,8 +34,8 @@ class Interpreter:
         self.optimizer_step = OptimizerStep(context)
         self.table: dict[int, Callable[[int, Instruction], Act]] = {  # each takes the instruction and its row
             Op.FETCH_W: transfers.fetch_w,
-            Op.RECV: transfers.recv,
-            Op.SEND: transfers.send,
+            Op.RECV: lambda row, i: (offloads if i.kind == Kind.SAVED else transfers).recv(row, i),
+            Op.SEND: lambda row, i: (offloads if i.kind == Kind.SAVED else transfers).send(row, i),
             Op.FWD: lambda row, i: Forward(context, i),
             Op.BWD: lambda row, i: Backward(context, i),
             Op.BWD_I: lambda row, i: Backward(context, i),

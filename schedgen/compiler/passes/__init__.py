@@ -8,6 +8,7 @@ RECV to an earlier place (`receive_early`) keeps that true. `free` and
 
 from __future__ import annotations
 
+from schedgen.compiler.passes.evict import evict
 from schedgen.compiler.passes.gradient_reduction import gradient_reduction, optimizer_step, tied_gradients
 from schedgen.compiler.passes.owner_sums import owner_sums
 from schedgen.compiler.passes.send_recv import receive_early, send_recv
@@ -16,8 +17,8 @@ from schedgen.compiler.passes.weight_fetch import weight_fetch
 from schedgen.compiler.passes.weight_versions import weight_versions
 
 PIPELINE = (
-    weight_fetch, slice_allreduce, send_recv, gradient_reduction, owner_sums, tied_gradients, optimizer_step,
+    weight_fetch, slice_allreduce, send_recv, gradient_reduction, owner_sums, tied_gradients, optimizer_step, evict,
     receive_early,
 )  # fmt: skip
 FORWARDS = (weight_fetch, slice_allreduce, send_recv, receive_early)  # for forwards alone
-WITH_VERSIONS = (weight_versions, send_recv, receive_early)  # where weights, which are not sent, change without a flush
+WITH_VERSIONS = (weight_versions, send_recv, evict, receive_early)  # where weights change without a flush

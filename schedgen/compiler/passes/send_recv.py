@@ -106,6 +106,7 @@ def receive_early(program: Program, placed: PlacedScheme) -> Program:
         return program
     receives = program.rows_of(Op.RECV)
     behind = earlier_compute(program, receives, placed.options.prefetch) - 1
+    behind = np.where(program.rows.kind[receives] == Kind.SAVED, receives - 1, behind)  # it takes memory from then on
     if program.header.sums_by_messages:  # a partial has its memory from RECV to ADD: one step of a sum at a time
         of_sum = receives[program.rows.kind[receives] == Kind.DW]
         added = NextRow(program, Op.ADD).before(of_sum, program.rows.rank[of_sum])

@@ -29,6 +29,7 @@ OTHERS = (
     "1f1b, tied",
     "gpipe, offload",
     "zb-h1, offload",
+    "1f1b, evict",
     "ddp, optimizers on the host",
     "fsdp, optimizers on the host",
     *(f"{scheme}, parts" for scheme in PARTS),
@@ -47,6 +48,7 @@ def schedules(compiled):
     paths["1f1b, tied"] = compiled("1f1b", graph={"stages": 4, "tied": [[0, 3]]}, microbatches=4)
     paths["gpipe, offload"] = compiled("gpipe", **sizes, offload="0,1.0,1.3,2", prefetch=0)
     paths["zb-h1, offload"] = compiled("zb-h1", **{**sizes, "microbatches": 8}, offload="all")
+    paths["1f1b, evict"] = compiled("1f1b", **{**sizes, "microbatches": 8}, evict=True)
     paths["ddp, optimizers on the host"] = compiled("ddp", **sizes, offload_optimizer=True)
     paths["fsdp, optimizers on the host"] = compiled("fsdp", **sizes, shards=4, offload_optimizer=True)
     for scheme, shards in PARTS.items():

@@ -1,4 +1,4 @@
-"""What forwards save goes to host memory and comes back: the same bits, and no byte more on the device than planned."""
+"""What forwards save goes to the host, or a rank, and comes back: the same bits, no byte more than planned."""
 
 from __future__ import annotations
 
@@ -66,11 +66,18 @@ def test_a_backward_from_what_came_back_gives_the_same_bits(stage, backward, com
     if compiles:
         stage.module.compile(backend="aot_eager")
     x, gradient, results = torch.randn(5, 6), torch.randn(5, 6), []
-    for offloads in (False, True):
+    for to in ("nowhere", "host", "rank"):
         for parameter in stage.parameters:
             parameter.grad = None
-        ((output,), saved), tensors = forward(stage, x, offloads)
-        if offloads:
+        ((output,), saved), tensors = forward(stage, x, to != "nowhere")
+        if to == "rank":
+            sizes = [each.size for each in tensors.storages.values()]
+            with pytest.raises(RuntimeError, match="stage 0 saves other sizes than when it was tried"):
+                tensors.lend(sizes[1:], 0)
+            sent = [part.clone() for part in tensors.lend(sizes, 0)]
+            tensors.free()
+            tensors.take_back(sent)
+        if to == "host":
             tensors.offload(slot := HostSlot())
             tensors.free()
             assert slot.memory is not None and len(slot.memory) == sum(each.size for each in tensors.storages.values())
@@ -78,7 +85,7 @@ def test_a_backward_from_what_came_back_gives_the_same_bits(stage, backward, com
             slot.memory.fill_(255)  # only a copy of it is used from now on
         backward(stage, saved, gradient)
         results.append([output, saved.inputs[0].grad, *(parameter.grad for parameter in stage.parameters)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(*results, strict=True))
 
 
 def test_each_storage_is_copied_once_and_what_the_rank_holds_anyway_is_not(stage):
@@ -132,6 +139,9 @@ CASES = {
     "fsdp-sharded": ({"offload": "all", "prefetch": 0, "offload_optimizer": True}, "direct"),
     "1f1b-tensor": ({"offload": "all", "offload_optimizer": True}, None),
     "pipedream": ({"offload": "all"}, None),
+    "1f1b evicts": ({"evict": True}, "direct"),
+    "1f1b evicts, by the host": ({"evict": True}, "staged"),
+    "pipedream evicts": ({"evict": True}, None),
 }
 
 
@@ -140,11 +150,11 @@ def trained(inside, compiled, text):
     """Two steps by each schedule."""
     results = {}
     for name, (options, how) in CASES.items():
-        workers = 2 if name == "zb-v" else 4
-        scheme = name.removesuffix("-tensor").removesuffix("-sharded")
-        file = compiled(scheme, workers=workers, microbatches=8, **SIZES[name], **options)
-        assert '"OFFLOAD"' in file.read_text()
-        arguments = [file, "--model", TRAINED[name], "--text", text, "--steps", 2, "--canonical", "--verify"]
+        workers, of = 2 if name == "zb-v" else 4, name.split()[0]
+        scheme = of.removesuffix("-tensor").removesuffix("-sharded")
+        file = compiled(scheme, workers=workers, microbatches=8, **SIZES[of], **options)
+        assert '"buf": "saved.' in file.read_text()
+        arguments = [file, "--model", TRAINED[of], "--text", text, "--steps", 2, "--canonical", "--verify"]
         (results[name],) = inside(workers, [{"arguments": arguments, "late": how}])
     return results
 

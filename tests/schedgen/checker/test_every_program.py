@@ -210,6 +210,8 @@ DAMAGES = [
     (7, one_less(Op.FREE), (), ("versions",)),
     (7, one_less(Op.FREE, kinds=(Kind.SAVED,)), ("offload",), ()),
     (7, one_less(Op.RELOAD, kinds=(Kind.SAVED,)), ("offload",), ()),
+    (7, one_less(Op.FREE, kinds=(Kind.SAVED,)), ("evict",), ()),
+    (3, one_less(Op.SEND, kinds=(Kind.SAVED,)), ("evict",), ()),
     (2, one_less(Op.RELOAD, kinds=(Kind.OPT,)), ("offload optimizer",), ()),
     (5, one_less(Op.OFFLOAD, kinds=(Kind.OPT,)), ("offload optimizer",), ()),
     (5, an_offload_before_its_step, ("offload optimizer",), ()),
