@@ -25,7 +25,7 @@ ROOMS = {
     "mpirun": 16_790,
     "mpirun/engine/core": 1_900,
     "mpirun/engine": 4_375,
-    "mpirun/model": 3_635,
+    "mpirun/model": 3_640,
     "mpirun/training": 2_520,
     "mpirun/comm": 1_770,
     "mpirun/data": 835,
