@@ -34,8 +34,8 @@ ROOMS = {
     "mpirun/watchdog": 600,
     "mpirun/cli": 645,
     "mpirun/examples": 510,
-    "tests": 32_405,
-    "tests/jobs": 1_025,
+    "tests": 31_096,
+    "tests/jobs": 967,
 }
 WORDS = 12_000
 
