@@ -318,13 +318,6 @@ def test_a_case_is_what_it_is_called(schedules, name):
     assert re.search(CASES[name].shows, schedules[name].read_text())
 
 
-def test_with_one_slot_fsdp_fetches_a_stage_again_for_its_backward(compiled):
-    schedule = compiled("fsdp", stages=8, microbatches=4, workers=4, weight_slots=1)
-    programs = json.loads(schedule.read_text())["programs"]
-    fetched = [i["stage"] for i in programs[1] if i["op"] == "FETCH_W"]
-    assert len(fetched) > len(set(fetched))
-
-
 def test_found_orders_of_unequal_costs_give_the_bits_of_one_process(several, text, tmp_path):
     """One recomputes some forwards of some stages, within less memory."""
     costs = tmp_path / "costs.json"
