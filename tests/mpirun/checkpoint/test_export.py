@@ -27,7 +27,7 @@ def tensors(directory: Path) -> dict[str, Tensor]:
 
 # Exports of several runs, each after its next step, if it should make one. Rank 0 prints why one stops.
 EXPORT = """
-from mpirun.checkpoint.export import export
+from mpirun.checkpoint.pretrained import export
 from mpirun.comm.fail_together import Stop
 from mpirun.model.load_model import load_model
 os.environ["WEIGHTS"] = sys.argv[1]

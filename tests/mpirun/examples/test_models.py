@@ -167,6 +167,6 @@ def test_a_scheme_s_own_edges_are_those_of_stages_that_do_not_say_what_they_read
         "edges = [(0, 1), (0, 2), (1, 2)]\ndef w(s, b, d):\n    return s, s\ndef n(s, b, d):\n    return b\n"
     )
     model = Model([nn.Identity()] * 3, nn.functional.mse_loss)
-    assert compile_for(model, str(scheme), 2, 3).header.graph.edges == ((0, 1), (0, 2), (1, 2))
+    assert compile_for(model, str(scheme), 2, 3, {}).header.graph.edges == ((0, 1), (0, 2), (1, 2))
     said = model._replace(reads=[[Input(0)], [Value(0, 0)], [Value(1, 0)]])
-    assert compile_for(said, str(scheme), 2, 3).header.graph.edges == ((0, 1), (1, 2))
+    assert compile_for(said, str(scheme), 2, 3, {}).header.graph.edges == ((0, 1), (1, 2))

@@ -126,7 +126,7 @@ sys.exit(main(sys.argv[1:]))
 """
 # Rank 1 computes for ever in an evaluation, or sleeps where it should write a file.
 OUTSIDE = """
-from mpirun.checkpoint import disk_format, export
+from mpirun.checkpoint import disk_format, pretrained
 method, timeout = sys.argv[2:]
 class Block(nn.Linear):
     def forward(self, x):
@@ -134,7 +134,7 @@ class Block(nn.Linear):
             pass
         return super().forward(x)
 if rank == 1:
-    disk_format.write_file = export.save_tensors = lambda *_: time.sleep(1000)
+    disk_format.write_file = pretrained.save_tensors = lambda *_: time.sleep(1000)
 run = engine([Block(4, 4), Block(4, 4)], "1f1b", timeout=float(timeout), example=None)
 run.evaluate([(x, x)]) if method == "export" else run.step((x, x))
 getattr(run, method)([(x, x)] if method == "evaluate" else folder)
