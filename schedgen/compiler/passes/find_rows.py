@@ -32,11 +32,14 @@ def defining_rows(program: Program, kind: Kind, job: Numbers, stage: Ints, mb: I
     return np.where(keys[order][place] == wanted, last_member[order][place], job)
 
 
-def serving_owner(program: Program, rank: int, stage: int) -> int:
-    """The owner that serves `rank`, which computes a stage it does not own: the one that w names for its first job."""
+def serving_owners(program: Program) -> list[list[int]]:
+    """By stage and rank that computes it: the owner that serves the rank, the one that w names for its first job."""
     header = program.header
-    first_job = np.argmax(header.compute[:, stage] == rank)
-    return int(header.weights[:, stage].flat[first_job])
+    serving = np.full((header.stages, header.workers), -1)
+    for stage, owners in enumerate(serving):
+        ranks, first_job = np.unique(header.compute[:, stage], return_index=True)
+        owners[ranks] = header.weights[:, stage].flat[first_job]
+    return serving.tolist()
 
 
 def rows_at_end(program: Program, backward: Numbers, cost: Mapping[str, float]) -> Numbers:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from schedgen.compiler.passes.find_rows import next_compute, rows_at_end, serving_owner
+from schedgen.compiler.passes.find_rows import next_compute, rows_at_end, serving_owners
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program, concatenate, rows
@@ -31,7 +31,7 @@ def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
     final = np.full((header.stages, header.workers), -1, np.int64)  # last backward of a stage on a worker
     final[table.stage[backwards], table.rank[backwards]] = backwards  # rows ascend: the last one stays
     ends = np.where(final < 0, -1, rows_at_end(program, final, placed.exact_cost))
-    new: list[Fields] = []
+    new, serving = list[Fields](), serving_owners(program)
     last_adds: list[int] = []  # owners' last ADDs, still to be moved behind the owner's next job
     sums: list[tuple[int, int, slice]] = []  # by ALLREDUCE: index, row that completes owners' own sums, last ADDs
     for stage, owners in enumerate(header.owners):
@@ -43,7 +43,7 @@ def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
             for rank in computing:
                 if rank not in senders:
                     is_divided = header.is_sharded(stage)
-                    owner = header.shard_owners[stage][shard] if is_divided else serving_owner(program, rank, stage)
+                    owner = header.shard_owners[stage][shard] if is_divided else serving[stage][rank]
                     senders[owner].append(rank)
             for owner, ranks in senders.items():
                 if ranks:

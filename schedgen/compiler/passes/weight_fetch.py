@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 
 from schedgen.compiler.options import Options
-from schedgen.compiler.passes.find_rows import serving_owner
+from schedgen.compiler.passes.find_rows import serving_owners
 from schedgen.compiler.passes.send_recv import transfers
 from schedgen.compiler.place import PlacedScheme
 from schedgen.ir.cost import DIRECTION, redo_duration
@@ -102,7 +102,8 @@ def weight_fetch(program: Program, placed: PlacedScheme) -> Program:
             copies += _copies(program, rank, foreign, own_jobs, options)
     if not copies:
         return program
-    sources = {pair: _sources(program, *pair) for pair in {(copy.rank, copy.stage) for copy in copies}}
+    serving = serving_owners(program)
+    sources = {pair: _sources(program, serving, *pair) for pair in {(copy.rank, copy.stage) for copy in copies}}
     # What is freed after a row makes room for what is fetched there.
     freed = [(copy.rank, copy.stage, shard, copy.end) for copy in copies for shard, _ in sources[copy.rank, copy.stage]]
     rank_, stage_, shard_, end = _columns(freed, 4)
@@ -120,11 +121,11 @@ def _columns(tuples: Sequence[tuple[int, ...]], count: int) -> list[Numbers]:
     return list(np.fromiter(chain.from_iterable(tuples), np.int64, count * len(tuples)).reshape(-1, count).T)
 
 
-def _sources(program: Program, rank: int, stage: int) -> list[tuple[int, int]]:
+def _sources(program: Program, serving: list[list[int]], rank: int, stage: int) -> list[tuple[int, int]]:
     """(shard, owner) of the shards of a stage that `rank` fetches, in the order of its fetches."""
     header = program.header
     if not header.is_sharded(stage):
-        return [(-1, serving_owner(program, rank, stage))]
+        return [(-1, serving[stage][rank])]
     shards = [(shard, owner) for shard, owner in enumerate(header.shard_owners[stage]) if owner != rank]
     return sorted(shards, key=lambda source: ((source[1] - rank) % header.workers, source[0]))
 
