@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from mpi4py import MPI
 
 from mpirun.data.microbatches import Microbatch
@@ -12,13 +10,7 @@ from mpirun.engine.core.context import Context
 from mpirun.engine.core.forward import Forward
 from mpirun.model.module_tensors import buffer_copies, set_buffers
 from mpirun.model.rng import GeneratorsKept
-from schedgen.ir.instructions import Instruction, Kind, Op
-
-
-def lent_jobs(instructions: Sequence[Instruction]) -> set[tuple[int, int]]:
-    """The stages and microbatches of which this rank sends away what it saves for its own backward."""
-    own = {(i.stage, i.mb) for i in instructions if i.op in (Op.BWD, Op.BWD_I)}
-    return own & {(i.stage, i.mb) for i in instructions if i.op == Op.SEND and i.kind == Kind.SAVED}
+from schedgen.ir.instructions import Instruction, Op
 
 
 def saved_sizes(comm: MPI.Intracomm, context: Context, example: Microbatch) -> dict[int, list[int]]:
