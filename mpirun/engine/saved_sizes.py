@@ -29,6 +29,8 @@ def _tried(context: Context, i: Instruction, example: Microbatch) -> list[int]:
     batch, before = to_device(copy_of(example), device), buffer_copies(forward.stage.module)
     forward.weights, forward.inputs = None, lambda: [spec.zeros(device) for each in bundles for spec in each.specs]
     forward.read, forward.put = forward.read and (lambda: batch), lambda outputs: None
+    if i.stage in context.slots.fetched:  # another interpreter, or the script, may have moved `data`
+        forward.stage.use_weights()
     with GeneratorsKept():
         forward()
     sizes = [storage.size for storage in context.pending.pop((i.stage, i.mb)).tensors.storages.values()]
