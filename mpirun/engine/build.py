@@ -33,7 +33,7 @@ from mpirun.engine.memory_slots import MemorySlots
 from mpirun.engine.optimizer import Optimizer
 from mpirun.engine.other_sums import SliceSums, tied_sum
 from mpirun.engine.running_statistics import KeptBuffers
-from mpirun.engine.saved_sizes import lent_jobs, saved_sizes
+from mpirun.engine.saved_sizes import saved_sizes
 from mpirun.engine.setup import Setup
 from mpirun.engine.weight_versions import StageVersions
 from mpirun.model.build_stage import build_stage
@@ -197,7 +197,7 @@ def build_interpreter(
         grad_buffers=GradBuffers(
             header, stages, slots, comm.rank, None if other is None else other.context.grad_buffers
         ),
-        microbatches=MicrobatchReader(setup.microbatches, setup.device.torch, position), lent=lent_jobs(instructions),
+        microbatches=MicrobatchReader(setup.microbatches, setup.device.torch, position),
         score=partial(score, setup.model.loss),
         minibatch_loss=MinibatchLoss(setup.model, setup.device.torch, setup.autocast_dtype, seed_loss, exchange)
         if whole else None,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from mpi4py import MPI
 
 from mpirun.data.microbatches import Microbatch
@@ -12,13 +10,7 @@ from mpirun.engine.core.context import Context
 from mpirun.engine.core.forward import Forward
 from mpirun.model.module_tensors import buffer_copies, set_buffers
 from mpirun.model.rng import GeneratorsKept
-from schedgen.ir.instructions import Instruction, Kind, Op
-
-
-def lent_jobs(instructions: Sequence[Instruction]) -> set[tuple[int, int]]:
-    """The stages and microbatches of which this rank sends away what it saves for its own backward."""
-    own = {(i.stage, i.mb) for i in instructions if i.op in (Op.BWD, Op.BWD_I)}
-    return own & {(i.stage, i.mb) for i in instructions if i.op == Op.SEND and i.kind == Kind.SAVED}
+from schedgen.ir.instructions import Instruction, Op
 
 
 def saved_sizes(comm: MPI.Intracomm, context: Context, example: Microbatch) -> dict[int, list[int]]:
@@ -37,6 +29,8 @@ def _tried(context: Context, i: Instruction, example: Microbatch) -> list[int]:
     batch, before = to_device(copy_of(example), device), buffer_copies(forward.stage.module)
     forward.weights, forward.inputs = None, lambda: [spec.zeros(device) for each in bundles for spec in each.specs]
     forward.read, forward.put = forward.read and (lambda: batch), lambda outputs: None
+    if i.stage in context.slots.fetched:  # another interpreter, or the script, may have moved `data`
+        forward.stage.use_weights()
     with GeneratorsKept():
         forward()
     sizes = [storage.size for storage in context.pending.pop((i.stage, i.mb)).tensors.storages.values()]

@@ -11,9 +11,9 @@ least time is next: links before ranks. A rank is in one of four states, and has
 
 A message is ready once its SEND and its receive are reached, a sum once all members have reached it: then its parts,
 one for each link, are messages with one link each. A ready message starts if all links of its path are free. Else it
-waits at the first that is not; messages wait there in the order in which they were ready. When links become free, their
-first messages are looked at again, in that order: each starts, or waits at another link. A message of several turns
-occupies its path for one of them, and is then the last that was ready.
+waits at the last of them to become free; messages wait there in the order in which they were ready. When links become
+free, their first messages are looked at again, in that order: each starts, or waits at another link. A message of
+several turns occupies its path for one of them, and is then the last that was ready.
 
 In: the list, what its rows wait for, how long rows take and what messages occupy, as arrays. Out: a `Run`, filled in.
 """
@@ -55,6 +55,8 @@ class Waiting(NamedTuple):
 class Queues(NamedTuple):
     """Messages at links. SENDs are numbered by row and, after all rows, the parts of sums."""
 
+    turn: Times  # by turn, as numbered by `Paths.first_turn`: when it began
+    ready: Numbers  # shape (1,): the next of `order`
     # By message.
     order: Numbers  # in which they were ready, or had their last turn
     turns_left: Small
@@ -63,17 +65,13 @@ class Queues(NamedTuple):
     free_at: Times
     waiting: Ints  # the first message that waits; -1: none
     last_waiting: Ints
-    turn: Times  # by turn, as numbered by `Paths.first_turn`: when it began
-    ready: Numbers  # shape (1,): the next of `order`
 
 
 class Run(NamedTuple):
     """State and results of the execution, allocated by NumPy, which asks the system for huge pages for large arrays."""
 
     start: Times  # by row, as in `Simulation`
-    arrival: (
-        Times  # by message, as in `Queues`: when it has arrived, or a part has crossed its link; -1 until it is known
-    )
+    arrival: Times  # by message, as in `Queues`: when it, or a part, has arrived; -1 until it is known
     idle: Times
     cause: Small
     asleep: Ints  # by row, and after all rows by collective: the first rank that sleeps on it; -1: none
@@ -113,14 +111,14 @@ def new_run(program: Program, members: Numbers, paths: Paths, sums: Sums, links:
         reduced=np.zeros(1),
         norm=np.full(1, -1),
         queues=Queues(
+            turn=np.zeros(paths.all_turns),
+            ready=np.zeros(1, np.int64),
             order=np.zeros(messages, np.int64),
             turns_left=paths.turns.copy(),
             next_waiting=np.full(messages, -1, np.int32),
             free_at=np.zeros(links),
             waiting=np.full(links, -1, np.int32),
             last_waiting=np.full(links, -1, np.int32),
-            turn=np.zeros(paths.all_turns),
-            ready=np.zeros(1, np.int64),
         ),
         freed=np.full(2 << (links - 1).bit_length(), np.inf),
         next_asleep=np.full(workers, -1, np.int32),

@@ -3,7 +3,8 @@
 A network has levels, the innermost first: devices of a host, hosts of a rack, racks. Rank r runs on device r. A message
 goes by the innermost level whose groups have both its ranks. It occupies its sender's link out and its receiver's link
 in for beta x bytes and, for every level up to its own that has a card, the card out of the sender's group and the card
-in of the receiver's group below that level, for card x bytes. It has arrived alpha after the longest of these.
+in of the receiver's group below that level, for card x bytes. It has arrived alpha after the longest of these. A long
+message that crosses a card takes turns, and occupies all of its path in each: see `in_turns`.
 
 An OFFLOAD and a RELOAD occupy the way out, or in, of a link between devices and the memory of their host.
 """

@@ -186,7 +186,7 @@ def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
         "idle": {cause: float(run.idle[:, i].sum()) for i, cause in enumerate(CAUSES)},
         "bytes": {words: int(run.message_bytes[table.kind == kind].sum()) for kind, words in KIND_WORDS.items()},
         **_exchanges(program, run),
-        "offload_bytes": int(run.message_bytes[table.kind >= Kind.SAVED].sum()),  # both ways
+        "offload_bytes": int(run.message_bytes[table.kind >= Kind.SAVED].sum()),  # or lent; both ways
         "links": [
             {"from": int(pair // workers), "to": int(pair % workers), "bytes": int(size)}
             for pair, size in zip(link, traffic, strict=True)

@@ -19,8 +19,8 @@ from schedgen.ir.instructions import COMPUTE, KIND_WORDS, Op
 from schedgen.ir.program import Program
 from schedgen.util.arrays import Numbers, Small, Times
 
-# Why a rank is idle: it waits for a message of a kind, for one of its own to leave, for other ranks, for a copy to or
-# from the memory of the host.
+# Why a rank is idle: it waits for a message of a kind, for one of its own to leave, for other ranks, for what is
+# offloaded or lent to leave or come back.
 CAUSES = (*KIND_WORDS.values(), "send", "reduction", "offload")
 SEND_CAUSE, REDUCTION, OFFLOAD_CAUSE = map(CAUSES.index, CAUSES[-3:])  # the causes before are Kind - 1
 
@@ -54,7 +54,7 @@ MEANING = (
     "after its last job: what it waits for has not been sent, or only others have work left",
     "what it waits for has been sent and has not arrived yet",
     "a buffer cannot be freed or stepped until a message sent from it has left",
-    "what a forward saved is on its way to or from the memory of the host",
+    "what a forward saved is on its way to the memory of the host or to another rank, or back",
     "all ranks of a sum, or all at NORM, have arrived, and sums are under way",
     "optimizer steps",
     "neither computing nor waiting: other instructions of a measured run",

@@ -80,7 +80,6 @@ class Context:
     buffers: LocalBuffers  # x, g and w by name, and dw that are sent
     grad_buffers: GradBuffers  # dw
     microbatches: MicrobatchReader
-    lent: set[tuple[int, int]]  # stages and microbatches of which it lends other ranks what it saves
     saved_sizes: dict[int, list[int]] = field(default_factory=dict)  # by stage, of what is lent: bytes
 
     # What jobs leave for later instructions.
@@ -110,6 +109,12 @@ class Context:
         """The stages and microbatches whose FWD keeps its graph: a backward follows without a RECOMPUTE before it."""
         redone = {(i.stage, i.mb) for i in self.instructions if i.op == Op.RECOMPUTE}
         return {(i.stage, i.mb) for i in self.instructions if i.op in (Op.BWD, Op.BWD_I)} - redone
+
+    @cached_property
+    def lent(self) -> set[tuple[int, int]]:
+        """The stages and microbatches of which it sends away what it saves for its own backward."""
+        sent = {(i.stage, i.mb) for i in self.instructions if i.op == Op.SEND and i.kind == Kind.SAVED}
+        return sent & {(i.stage, i.mb) for i in self.instructions if i.op in (Op.BWD, Op.BWD_I)}
 
     @cached_property
     def offloaded(self) -> set[tuple[int, int]]:

@@ -109,7 +109,7 @@ class Forward:
     def compute_offloadable(
         self, values: list[Tensor], leaves: Sequence[Any], batch: Microbatch | None
     ) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """As `compute`; what it saves can leave the device until the backward, for another rank without the data."""
+        """As `compute`; what it saves can leave the device until the backward; to a rank goes none of the data."""
         self.stage.bind()  # the parameters that it holds anyway
         held = (values, leaves, batch) if (self.stage.index, self.mb) in self.context.lent else values
         self.pending.tensors = SavedTensors(self.context.device, self.stage.module, held, (leaves, batch))

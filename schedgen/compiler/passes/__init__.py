@@ -2,8 +2,8 @@
 
 Jobs come from `emit_jobs`. Then the passes insert into the global time order. A SEND and its RECV are always inserted
 together, so the order can be executed one instruction at a time even if every SEND blocks until it is matched; moving a
-RECV to an earlier place (`receive_early`) keeps that true. `free` and
-`offload` come last, on the lists of the ranks.
+RECV to an earlier place (`receive_early`) keeps that true. `free` and `offload` come last, on the lists of
+the ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """BPipe: ranks that save many forwards lend some of them to ranks that save few [Kim et al. 2023, section 3].
 
 Ranks are paired by how many forwards each saves at most, the fullest with the emptiest: in 1F1B rank r with p - 1 - r.
-What the first of a pair evicts is with the second until the backward. Each message has the time of `prefetch` jobs:
+What the first of a pair evicts is with the second until the backward. Each message has the time of `prefetch` jobs, or
+of fewer if the fullest rank would else hold as much:
 
     evicts:  FWD s.b   SEND   1 ... prefetch jobs   FREE   jobs ...   RECV   1 ... prefetch jobs   BWD s.b
     holds:             RECV   jobs ...                                SEND   1 ... prefetch jobs   FREE
@@ -40,7 +41,7 @@ class _Saved(NamedTuple):
 
 
 def evict(program: Program, placed: PlacedScheme) -> Program:
-    """The program in which ranks lend others what they save, if the options say so; UsageError if none has to."""
+    """The program in which ranks lend others what they save, if the options say so; UsageError if it is no help."""
     if not placed.options.evict:
         return program
     saved = _saved(program, placed)

@@ -94,8 +94,9 @@ def transfers(
 def receive_early(program: Program, placed: PlacedScheme) -> Program:
     """The program with every RECV moved directly before the rank's compute instruction `prefetch` jobs earlier.
 
-    So it is posted before the message leaves. All RECVs of a rank move by the same number of its jobs, and stay in
-    order. Weight fetches are early enough already: `weight_fetch` places them as early as its slots allow.
+    So it is posted before the message leaves. RECVs of one kind all move by the same number of a rank's jobs, and stay
+    in order; those of what forwards save do not move. Weight fetches are early enough already: `weight_fetch` places
+    them as early as its slots allow.
 
     On a transport that delivers in order, none moves above an operation of its communicator. So these stay in the
     global order, in which each message can be delivered once those before it are. With +batch no RECV moves, lest its

@@ -24,7 +24,7 @@ function drawArrows(c, scene, numbers, width) {
   }
   for (const kind in byKind) {
     const lines = byKind[kind];
-    c.strokeStyle = c.fillStyle = transferColours[kinds[kind]];
+    c.strokeStyle = c.fillStyle = linkColours[kind]; // grey for what is lent
     c.globalAlpha = lines.length > 3000 ? 0.25 : lines.length > 600 ? 0.55 : 0.9;
     c.lineWidth = width;
     c.beginPath();
