@@ -13,7 +13,14 @@ INK, PAPER = "#1c2430", "#ffffff"
 STEP, OVERHEAD = "#b03c82", "#858d99"  # optimizer steps, and instructions that do not compute
 TRACK = "#f1f3f6"  # behind bars, where a worker has nothing to do
 HELD = "#b5c79a"  # memory that workers hold
-TRANSFER_COLOURS = {"x": "#2f6db3", "g": "#b0483f", "w": "#3c8a5b", "dw": "#8a5bb0", "t": "#8a5bb0"}  # by kind
+TRANSFER_COLOURS = {
+    "x": "#2f6db3",
+    "g": "#b0483f",
+    "w": "#3c8a5b",
+    "dw": "#8a5bb0",
+    "t": "#8a5bb0",
+    "saved": "#7a7a7a",
+}  # by kind
 
 
 class Look(NamedTuple):
