@@ -11,15 +11,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {
-    "schedgen": 18_440,
+    "schedgen": 18_475,
     "schedgen/ir": 2_540,
-    "schedgen/compiler": 2_665,
+    "schedgen/compiler": 2_670,
     "schedgen/analysis": 710,
     "schedgen/checker": 1_115,
     "schedgen/simulator": 2_520,
     "schedgen/schemes": 1_625,
-    "schedgen/planner": 3_210,
-    "schedgen/report": 2_185,
+    "schedgen/planner": 3_230,
+    "schedgen/report": 2_190,
     "schedgen/cli": 1_075,
     "schedgen/util": 695,
     "mpirun": 16_790,

@@ -22,8 +22,8 @@ from schedgen.planner.partition import partition, prefixes
 from schedgen.planner.stage_costs import StageCosts, balanced, smallest, stage_costs
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
-from schedgen.simulator.network import Links
-from schedgen.util.arrays import Floats, Ints
+from schedgen.simulator.network import Links, Network
+from schedgen.util.arrays import Flags, Floats, Ints
 from schedgen.util.errors import UsageError
 
 CHUNKS = (2, 4, 8)  # stages a worker, for schemes that go round the workers several times
@@ -147,7 +147,7 @@ def candidate_bound(candidate: Candidate) -> CandidateBound:
 
 
 def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints, n: Any) -> CandidateBound:
-    """The bound for one of the stage costs: each worker's jobs and STEPs, its own stages and what it saves.
+    """The bound for one of the stage costs: each worker's jobs and STEPs, the sums, its own stages and what it saves.
 
     By job, (D, S, B): `weights`, `compute`, `n`, which is None if greedy.
     """
@@ -165,7 +165,28 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
     jobs = np.bincount(compute.ravel(), np.repeat(lengths, compute.shape[2]), minlength=workers)
     kept = np.concatenate([[0.0], costs.passed_on]) + (saved if candidate.way == Way.KEEP else 0)
     peak = owns @ (owned + weight) + _saved(kept, compute, workers, n)
-    return CandidateBound((1 - 1e-9) * float((jobs + owns @ step).max()), float(peak.max()))
+    busy = float((jobs + owns @ step).max())
+    if not Links(machine.network, workers).is_free:
+        busy = max(busy, _summing(candidate.sums, owns, weight, machine.network))
+    return CandidateBound((1 - 1e-9) * busy, float(peak.max()))
+
+
+def _summing(sums: str, owns: Flags, weight: Floats, network: Network) -> float:
+    """How long the link or card that is occupied longest carries gradients of stages that have several owners.
+
+    By messages the hosts together send at least 2 n bytes for each but one of them [Patarasuk and Yuan 2009].
+    """
+    links = Links(network, len(owns))
+    occupied, of_level = np.zeros(links.count), np.zeros(len(network.levels))
+    owners, kind = np.unique(owns.T, axis=0, return_inverse=True)
+    for mine, size in zip(owners, np.bincount(kind.ravel(), weight), strict=True):
+        members = np.flatnonzero(mine).tolist()
+        if sums == ALLREDUCE and len(members) > 1:
+            use = links.sum_of(members)
+            occupied[use.link] += use.hold * size
+        for level, _, card, groups in links.cards:
+            of_level[level] += 2 * card * size * (len(np.unique(links.group[level - 1, members])) - 1) / groups
+    return float(max(occupied.max(), of_level.max()))
 
 
 def _saved(kept: Floats, compute: Ints, workers: int, n: Any) -> Floats:
