@@ -104,8 +104,11 @@ def measure_levels(comm: MPI.Intracomm, device: Device, crowded: bool) -> list[d
             for gap in gaps
         ]
         levels.append({"name": "network", **_fitted(comm, transport, rounds)})
-        if card := _card(comm, transport, hosts, levels[-1]):
-            levels[-1]["card"] = card
+        both_ways = _both_ways(comm, transport, hosts, levels[-1])
+        if most == 1:
+            levels[-1]["beta"] = max(levels[-1]["beta"], both_ways)
+        elif both_ways:
+            levels[-1]["card"] = both_ways
     transport.free()
     return levels
 
@@ -136,8 +139,8 @@ def _one_round(comm: MPI.Intracomm, transport: Transport, pairs: list[tuple[int,
     return [mine for mine in comm.allgather(seconds if first else None) if mine]
 
 
-def _card(comm: MPI.Intracomm, transport: Transport, hosts: list[list[int]], link: dict[str, Any]) -> float:
-    """Seconds per byte of a host's card, if several ranks that send at once share it; 0 if they do not. Collective.
+def _both_ways(comm: MPI.Intracomm, transport: Transport, hosts: list[list[int]], link: dict[str, Any]) -> float:
+    """Seconds per byte of what joins a host to others, if all its ranks share it; 0 if they do not. Collective.
 
     Hosts 0 and 1, 2 and 3, ... exchange messages, both ways at once as pipelines and sums do: of one rank of each, and
     of all.
@@ -153,10 +156,11 @@ def _card(comm: MPI.Intracomm, transport: Transport, hosts: list[list[int]], lin
         found.append(max(comm.allgather(seconds if other < len(hosts) else 0.0)))
     host.Free()
     alone, at_once = found
-    if together == 1 or at_once <= SHARED * alone:
+    if together > 1 and at_once <= SHARED * alone:
         return 0.0
-    fixed = max(0.0, alone - link["beta"] * size)  # what an exchange takes besides the time of its bytes
-    return (at_once - fixed) / (together * size)
+    alpha = link["alpha"]
+    latency = alpha if isinstance(alpha, float) else [time for least, time in alpha if least <= size][-1]
+    return float(at_once - latency) / (together * size)
 
 
 def _exchanges(host: MPI.Intracomm, transport: Transport, peer: int | None, size: int) -> float:
