@@ -54,7 +54,7 @@ class Forward:
         self.arguments, self.specs = dataflow.arguments(i.stage), dataflow.outputs[i.stage]
         self.score = context.score(self.stage, i) if last and context.minibatch_loss is None else None
         reads = self.arguments.reads_input or self.score is not None
-        self.read = context.microbatches.reader(i.mb, self.saves) if reads else None
+        self.read = context.microbatches.reader(i.mb, self.saves, self.arguments.reads_input) if reads else None
         self.records = not again and header.is_first_slice(i.stage)
         self.rng, self.position = self.stage.layer_rng, context.position
         self.draws = bool(self.rng.layers) or self.score is not None

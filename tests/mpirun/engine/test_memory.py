@@ -29,6 +29,7 @@ OTHERS = (
     "1f1b, tied",
     "gpipe, offload",
     "zb-h1, offload",
+    *further("zb-v, offload"),  # rank 0 has the first stage and the last, of 8
     "1f1b, evict",
     "ddp, optimizers on the host",
     "fsdp, optimizers on the host",
@@ -49,6 +50,7 @@ def schedules(compiled):
     paths["gpipe, offload"] = compiled("gpipe", **sizes, offload="0,1.0,1.3,2", prefetch=0)
     paths["zb-h1, offload"] = compiled("zb-h1", **{**sizes, "microbatches": 8}, offload="all")
     paths["1f1b, evict"] = compiled("1f1b", **{**sizes, "microbatches": 8}, evict=True)
+    paths["zb-v, offload"] = compiled("zb-v", workers=4, stages=8, microbatches=8, offload="all", prefetch=0)
     paths["ddp, optimizers on the host"] = compiled("ddp", **sizes, offload_optimizer=True)
     paths["fsdp, optimizers on the host"] = compiled("fsdp", **sizes, shards=4, offload_optimizer=True)
     for scheme, shards in PARTS.items():
