@@ -139,7 +139,8 @@ class Network(NamedTuple):
         return hosts
 
     def by_rank(self, amount: float | tuple[float, ...], workers: int) -> Times:
-        """An amount of each device as an array, shape (workers,)."""
+        """An amount of each device as an array, shape (workers,); UsageError if there are too few devices."""
+        self.check(workers)
         return np.array(amount[:workers]) if isinstance(amount, tuple) else np.full(workers, float(amount))
 
     def groups(self, workers: int) -> Ints:

@@ -115,6 +115,7 @@ def test_plan_and_search_keep_to_the_devices_memory(run, refused, tmp_path):
         ),
         ({"levels": [HOST, {**NETWORK, "devices": 2}]}, "no message uses level 'network'"),
         ({"levels": [{**HOST, "devices": [2]}]}, "the machine has 2 devices, but there are 4 workers"),
+        ({"levels": [HOST], "speed": [1, 0.5]}, "the machine has 2 devices, but there are 4 workers"),
         ({**TWO_HOSTS, "speed": [1, 1]}, "the numbers of devices differ: 4 by level 'host', 2 by speed"),
         ({"levels": [{**HOST, "devices": [2, 2]}]}, "level 0: the last level joins all devices: give their number"),
         ({"levels": [{**HOST, "devices": 3}]}, "the machine has 3 devices, but there are 4 workers"),
