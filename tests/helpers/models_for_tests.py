@@ -327,6 +327,13 @@ def four_types(stages: int) -> Model:
     )
 
 
+def four_types_tied(stages: int) -> Model:
+    """The first and the last stage share parameters of two types."""
+    model = four_types(stages)
+    names = ("norm.weight", "up.weight", "shift")
+    return model._replace(tied=[[(0, f"layer0.{name}"), (stages - 1, f"layer5.{name}")] for name in names])
+
+
 def batch_normed() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())
 
@@ -540,6 +547,57 @@ narrow = partial(with_stage, index=-1, stage=partial(nn.Linear, WIDTH // 2, 256)
 recurrent = partial(with_stage, index=-1, stage=partial(nn.LSTM, WIDTH, 256))
 no_module = partial(with_stage, index=-1, stage=lambda: lambda x: x)
 without_values = partial(with_stage, index=-1, stage=partial(nn.Linear, WIDTH, 256, device="meta"))
+
+
+# Stages with more than parameters
+
+TABLE = torch.arange(6.0).view(2, 3).t()  # not contiguous
+
+
+class Tabled(mlp.Layer):
+    """A layer with a buffer that other layers share."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH)
+        self.register_buffer("table", TABLE)
+
+
+class Stateful(Tabled):
+    """Its extra state is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 0}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+def _with(first_name: str, second_name: str, layer: Callable[[], nn.Module]) -> Model:
+    """Two stages; the arguments are the names of the two middle layers, and the second of them."""
+    first = {"embedding": lambda: mlp.Embedding(WIDTH), first_name: Tabled}
+    return mlp.tiny(2)._replace(stages=[first, {second_name: layer, "score": lambda: nn.Linear(WIDTH, 256)}])
+
+
+def buffers_shared(stages: int) -> Model:
+    return _with("one", "two", Tabled)
+
+
+def buffers_named_alike(stages: int) -> Model:
+    class Alike(nn.Module):
+        """One more layer of that name, without parameters."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", TABLE)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    return _with("one", "one", Alike)
+
+
+def buffers_not_tensors(stages: int) -> Model:
+    return _with("one", "two", Stateful)
 
 
 # Mistakes in what stages read
