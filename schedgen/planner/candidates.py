@@ -165,9 +165,7 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
     jobs = np.bincount(compute.ravel(), np.repeat(lengths, compute.shape[2]), minlength=workers)
     kept = np.concatenate([[0.0], costs.passed_on]) + (saved if candidate.way == Way.KEEP else 0)
     peak = owns @ (owned + weight) + _saved(kept, compute, workers, n)
-    busy = float((jobs + owns @ step).max())
-    if not Links(machine.network, workers).is_free:
-        busy = max(busy, _summing(candidate.sums, owns, weight, machine.network))
+    busy = max(float((jobs + owns @ step).max()), _summing(candidate.sums, owns, weight, machine.network))
     return CandidateBound((1 - 1e-9) * busy, float(peak.max()))
 
 

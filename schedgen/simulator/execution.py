@@ -10,10 +10,8 @@ least time is next: links before ranks. A rank is in one of four states, and has
     ended   it has no rows left
 
 A message is ready once its SEND and its receive are reached, a sum once all members have reached it: then its parts,
-one for each link, are messages with one link each. A ready message starts if all links of its path are free. Else it
-waits at the last of them to become free; messages wait there in the order in which they were ready. When links become
-free, their first messages are looked at again, in that order: each starts, or waits at another link. A message of
-several turns occupies its path for one of them, and is then the last that was ready.
+one for each link, are messages with one link each. When links become free, the first messages that wait there
+(`link_queues.py`) are looked at again, in the order in which they were ready: each starts, or waits at another link.
 
 In: the list, what its rows wait for, how long rows take and what messages occupy, as arrays. Out: a `Run`, filled in.
 """
@@ -26,6 +24,7 @@ import numpy as np
 
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
+from schedgen.simulator.link_queues import Queues, new_queues, put_last, queue, take_turn
 from schedgen.simulator.network import Paths, Sums
 from schedgen.simulator.timeline import CAUSES, OFFLOAD_CAUSE, REDUCTION, SEND_CAUSE
 from schedgen.util.arrays import Ints, Numbers, Small, Times
@@ -50,21 +49,6 @@ class Waiting(NamedTuple):
     partner: Ints  # of a SEND: the RECV or FETCH_W; of these: the SEND; of OFFLOAD and RELOAD: itself
     collective: Ints  # of ALLREDUCE and NORM: the one they enter; of STEP: the one it waits for
     send_before: Ints  # of SEND, FREE and STEP: the SEND of the same buffer before it
-
-
-class Queues(NamedTuple):
-    """Messages at links. SENDs are numbered by row and, after all rows, the parts of sums."""
-
-    turn: Times  # by turn, as numbered by `Paths.first_turn`: when it began
-    ready: Numbers  # shape (1,): the next of `order`
-    # By message.
-    order: Numbers  # in which they were ready, or had their last turn
-    turns_left: Small
-    next_waiting: Ints  # the next message that waits at the same link; -1: none
-    # By link.
-    free_at: Times
-    waiting: Ints  # the first message that waits; -1: none
-    last_waiting: Ints
 
 
 class Run(NamedTuple):
@@ -110,16 +94,7 @@ def new_run(program: Program, members: Numbers, paths: Paths, sums: Sums, links:
         unknown_sums=np.zeros(1, np.int64),
         reduced=np.zeros(1),
         norm=np.full(1, -1),
-        queues=Queues(
-            turn=np.zeros(paths.all_turns),
-            ready=np.zeros(1, np.int64),
-            order=np.zeros(messages, np.int64),
-            turns_left=paths.turns.copy(),
-            next_waiting=np.full(messages, -1, np.int32),
-            free_at=np.zeros(links),
-            waiting=np.full(links, -1, np.int32),
-            last_waiting=np.full(links, -1, np.int32),
-        ),
+        queues=new_queues(paths, links),
         freed=np.full(2 << (links - 1).bit_length(), np.inf),
         next_asleep=np.full(workers, -1, np.int32),
         at=program.bounds[:-1].copy(),
@@ -169,9 +144,9 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, paths: Paths, sums: 
                 message = waiting_at[link]
                 if free_at[link] <= now:
                     waiting_at[link] = next_waiting[message]
-                    busy = _take_turn(message, now, paths, queues)
+                    busy = take_turn(message, now, paths, queues)
                     if busy >= 0:
-                        _queue(message, busy, queues, tree)
+                        queue(message, busy, queues, tree)
                     elif message < rows:
                         arrival[message] = now + lasts[message]
                         _wake(asleep, next_asleep, message, tree, leaves + links, now)
@@ -224,10 +199,10 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, paths: Paths, sums: 
                     if end > parts:
                         unknown_sums[0] += 1
                     for part in range(parts, end):
-                        _put_last(rows + part, queues)
-                        busy = _take_turn(rows + part, now, paths, queues)
+                        put_last(rows + part, queues)
+                        busy = take_turn(rows + part, now, paths, queues)
                         if busy >= 0:
-                            _queue(rows + part, busy, queues, tree)
+                            queue(rows + part, busy, queues, tree)
                         else:
                             _sum_part(rows + part, now, paths, sums, run)
                     if end == parts:  # NORM, or a sum that occupies no link
@@ -277,10 +252,10 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, paths: Paths, sums: 
                     arrival[send] = start[send]
                     _wake(asleep, next_asleep, send, tree, leaves + links, arrival[send])
                 elif arrival[send] < 0 and met and not free:
-                    _put_last(send, queues)
-                    busy = _take_turn(send, now, paths, queues)
+                    put_last(send, queues)
+                    busy = take_turn(send, now, paths, queues)
                     if busy >= 0:
-                        _queue(send, busy, queues, tree)
+                        queue(send, busy, queues, tree)
                     else:
                         arrival[send] = now + lasts[send]
                         _wake(asleep, next_asleep, send, tree, leaves + links, now)
@@ -288,44 +263,6 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, paths: Paths, sums: 
                 again = clock[r]
                 break
         set_leaf(tree, leaves + links + r, again)
-
-
-@kernel
-def _occupy(now: float, begin: int, end: int, link: Ints, hold: Times, free_at: Times) -> int:
-    """Occupy the links of a path, if all are free. Returns -1, or the link that is the last to become free."""
-    busy, until = -1, now
-    for k in range(begin, end):
-        if free_at[link[k]] > now and free_at[link[k]] >= until:
-            busy, until = int(link[k]), free_at[link[k]]
-    if busy < 0:
-        for k in range(begin, end):
-            free_at[link[k]] = now + hold[k]
-    return busy
-
-
-@kernel
-def _put_last(message: int, queues: Queues) -> None:
-    """The message is ready, behind all that are."""
-    queues.order[message] = queues.ready[0]
-    queues.ready[0] += 1
-
-
-@kernel
-def _take_turn(message: int, now: float, paths: Paths, queues: Queues) -> int:
-    """Start a message, or its next turn, if its path is free.
-
-    Returns the link where it waits, for this turn or for the next one; -1: the last has started.
-    """
-    begin, end, turns, left = paths.first[message], paths.first[message + 1], paths.turns[message], queues.turns_left
-    busy = _occupy(now, begin, end, paths.link, paths.hold, queues.free_at)
-    if busy >= 0 or turns == 1:
-        return busy
-    queues.turn[paths.first_turn[message] + turns - left[message]] = now
-    left[message] -= 1
-    if left[message] == 0:
-        return -1
-    _put_last(message, queues)
-    return int(paths.link[end - 1])  # of a card: the others will be free
 
 
 @kernel
@@ -343,29 +280,6 @@ def _sum_part(message: int, now: float, paths: Paths, sums: Sums, run: Run) -> N
         _wake(run.asleep, run.next_asleep, rows + c, run.tree, first_leaf, now)
         if run.unknown_sums[0] == 0 and run.norm[0] >= 0:
             _wake(run.asleep, run.next_asleep, rows + run.norm[0], run.tree, first_leaf, now)
-
-
-@kernel
-def _queue(message: int, link: int, queues: Queues, tree: Times) -> None:
-    """Let a message wait at a link, behind those that were ready before it."""
-    order, following, waiting, last_waiting = queues.order, queues.next_waiting, queues.waiting, queues.last_waiting
-    first = waiting[link]
-    if first < 0:
-        set_leaf(tree, len(tree) // 2 + link, queues.free_at[link])
-        waiting[link] = last_waiting[link] = message
-        following[message] = -1
-    elif order[first] > order[message]:
-        following[message], waiting[link] = first, message
-    else:
-        before = last_waiting[link]
-        if order[before] < order[message]:
-            last_waiting[link], following[message] = message, -1
-        else:
-            before = first
-            while order[following[before]] < order[message]:
-                before = following[before]
-            following[message] = following[before]
-        following[before] = message
 
 
 @kernel

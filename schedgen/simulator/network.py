@@ -3,8 +3,7 @@
 A network has levels, the innermost first: devices of a host, hosts of a rack, racks. Rank r runs on device r. A message
 goes by the innermost level whose groups have both its ranks. It occupies its sender's link out and its receiver's link
 in for beta x bytes and, for every level up to its own that has a card, the card out of the sender's group and the card
-in of the receiver's group below that level, for card x bytes. It has arrived alpha after the longest of these. A long
-message that crosses a card takes turns, and occupies all of its path in each: see `in_turns`.
+in of the receiver's group below that level, for card x bytes; a long one in turns. It has arrived alpha after these.
 
 An OFFLOAD and a RELOAD occupy the way out, or in, of a link between devices and the memory of their host.
 """
@@ -160,27 +159,14 @@ class Paths(NamedTuple):
     first: Numbers
     link: Ints
     hold: Times
-    turns: Small  # by message: a power of two
-    first_turn: Numbers  # by message: of those with several, which are numbered; empty where there are none
-
-    @property
-    def all_turns(self) -> int:
-        """How many turns are numbered."""
-        return int(self.turns[self.turns > 1].sum(dtype=np.int64))
+    turns: Small = np.ones(0, np.int8)  # by message: a power of two
+    first_turn: Numbers = np.zeros(0, np.int64)  # by message: of those with several, which are numbered
 
     def from_last_turn(self, lasts: Times) -> Times:
         """How long rows take; of messages, from the beginning of their last turn."""
-        shared = np.flatnonzero(self.turns[: len(lasts)] > 1)
-        if not len(shared):
-            return lasts
-        rest = lasts.copy()
+        rest, shared = lasts.copy(), np.flatnonzero(self.turns[: len(lasts)] > 1)
         rest[shared] -= (self.turns[shared] - 1) * self.hold[self.first[shared]]
         return rest
-
-
-def one_turn(messages: int) -> tuple[Small, Numbers]:
-    """The turns of as many messages, where each has one."""
-    return np.ones(messages, np.int8), np.zeros(0, np.int64)
 
 
 class Sums(NamedTuple):
@@ -274,7 +260,7 @@ class Links:
         link, hold = (
             np.stack(parts, axis=1, dtype=type)[is_used] for parts, type in ((links, np.int32), (holds, float))
         )
-        return Paths(np.concatenate([[0], np.cumsum(used)]), link, hold, *one_turn(len(size))), lasts
+        return Paths(np.concatenate([[0], np.cumsum(used)]), link, hold), lasts
 
     def in_turns(self, paths: Paths) -> Paths:
         """The paths with turns for messages that cross a card: each of at most 1 / TURNS of the longest one's time."""

@@ -31,7 +31,7 @@ from schedgen.simulator.buffer_sizes import BufferSizes, buffer_sizes, message_b
 from schedgen.simulator.execution import Listed, Waiting, execute, new_run
 from schedgen.simulator.footprint import Footprint, footprint
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.network import Links, LinkUse, Paths, Sums, one_turn
+from schedgen.simulator.network import Links, LinkUse, Paths, Sums
 from schedgen.simulator.timeline import Timeline
 from schedgen.util.arrays import Ints, Numbers, Small, Times
 from schedgen.util.errors import UsageError
@@ -125,8 +125,7 @@ class Simulation:
         row = np.concatenate([np.arange(len(program)), _entries(program, waits)[sums.collective]])[message]
         is_part, shared = message >= len(program), paths.turns[message] > 1
         start = np.concatenate([self.arrival - self.lasts, self.parts])[message] - np.where(is_part, hold, 0.0)
-        if shared.any():
-            start[shared] = self.turn[(paths.first_turn[message] + nth)[shared]]
+        start[shared] = self.turn[paths.first_turn[message[shared]] + nth[shared]]
         used, link = np.unique(paths.link[place], return_inverse=True)
         order, names = np.lexsort((start, link)), [links.names[k] for k in used]
         return LinkUse(names, link[order], row[order], unit * start[order], unit * hold[order])
@@ -228,7 +227,7 @@ def _paths(program: Program, waits: Waits, sizes: BufferSizes, links: Links, las
         np.concatenate([[0], np.cumsum(links_of)]),
         np.concatenate([sent.link, link[part]]),
         np.concatenate([sent.hold, hold[part] * np.repeat(size, count)]),
-        *one_turn(len(links_of)),
+        np.ones(len(links_of), np.int8),
     )
     return links.in_turns(paths), Sums(first, np.repeat(np.arange(len(rows), dtype=np.int32), count), latency)
 

@@ -1,0 +1,102 @@
+"""Messages at links, as `execution.py` moves them: which start, which wait, and where.
+
+A ready message starts if all links of its path are free. Else it waits at the last of them to become free; messages
+wait there in the order in which they were ready. A message of several turns occupies its path for one of them, and is
+then the last that was ready.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from schedgen.simulator.network import Paths
+from schedgen.util.arrays import Ints, Numbers, Small, Times
+from schedgen.util.heap import set_leaf
+from schedgen.util.jit import kernel
+
+
+class Queues(NamedTuple):
+    """Messages at links. SENDs are numbered by row and, after all rows, the parts of sums."""
+
+    turn: Times  # by turn, as numbered by `Paths.first_turn`: when it began
+    ready: Numbers  # shape (1,): the next of `order`
+    # By message.
+    order: Numbers  # in which they were ready, or had their last turn
+    turns_left: Small
+    next_waiting: Ints  # the next message that waits at the same link; -1: none
+    # By link.
+    free_at: Times
+    waiting: Ints  # the first message that waits; -1: none
+    last_waiting: Ints
+
+
+def new_queues(paths: Paths, links: int) -> Queues:
+    """No message is ready yet."""
+    messages = len(paths.turns)
+    return Queues(
+        turn=np.zeros(int(paths.turns[paths.turns > 1].sum(dtype=np.int64))),
+        ready=np.zeros(1, np.int64),
+        order=np.zeros(messages, np.int64),
+        turns_left=paths.turns.copy(),
+        next_waiting=np.full(messages, -1, np.int32),
+        free_at=np.zeros(links),
+        waiting=np.full(links, -1, np.int32),
+        last_waiting=np.full(links, -1, np.int32),
+    )
+
+
+@kernel
+def put_last(message: int, queues: Queues) -> None:
+    """The message is ready, behind all that are."""
+    queues.order[message] = queues.ready[0]
+    queues.ready[0] += 1
+
+
+@kernel
+def take_turn(message: int, now: float, paths: Paths, queues: Queues) -> int:
+    """Start a message, or its next turn, if its path is free.
+
+    Returns the link where it waits, for this turn or for the next one; -1: the last has started.
+    """
+    begin, end, turns, left = paths.first[message], paths.first[message + 1], paths.turns[message], queues.turns_left
+    busy, free_at, link = -1, queues.free_at, paths.link
+    for k in range(begin, end):
+        if free_at[link[k]] > now and (busy < 0 or free_at[link[k]] >= free_at[busy]):
+            busy = int(link[k])
+    if busy >= 0:
+        return busy
+    for k in range(begin, end):
+        free_at[link[k]] = now + paths.hold[k]
+    if turns == 1:
+        return -1
+    queues.turn[paths.first_turn[message] + turns - left[message]] = now
+    left[message] -= 1
+    if left[message] == 0:
+        return -1
+    put_last(message, queues)
+    return int(link[end - 1])  # of a card: the others will be free
+
+
+@kernel
+def queue(message: int, link: int, queues: Queues, tree: Times) -> None:
+    """Let a message wait at a link, behind those that were ready before it."""
+    order, following, waiting, last_waiting = queues.order, queues.next_waiting, queues.waiting, queues.last_waiting
+    first = waiting[link]
+    if first < 0:
+        set_leaf(tree, len(tree) // 2 + link, queues.free_at[link])
+        waiting[link] = last_waiting[link] = message
+        following[message] = -1
+    elif order[first] > order[message]:
+        following[message], waiting[link] = first, message
+    else:
+        before = last_waiting[link]
+        if order[before] < order[message]:
+            last_waiting[link], following[message] = message, -1
+        else:
+            before = first
+            while order[following[before]] < order[message]:
+                before = following[before]
+            following[message] = following[before]
+        following[before] = message
