@@ -164,9 +164,8 @@ def simulate(program: Program, cost: Mapping[str, Amount] | None = None, machine
     execute.sized(4 * len(program))(listed, waiting, paths.from_last_turn(lasts), paths, sums, links.is_free, run)
     np.maximum(run.arrival, 0.0, out=run.arrival)
     arrival, parts = np.split(run.arrival, [len(program)])
-    simulation = Simulation(
-        program, sizes, run.start, arrival, run.idle, run.cause, lasts, machine, parts, run.queues.turn
-    )
+    turn = run.queues.turn
+    simulation = Simulation(program, sizes, run.start, arrival, run.idle, run.cause, lasts, machine, parts, turn)
     if len(copies) and machine.network.host.memory < np.inf:
         needed, host = simulation.footprint.host, machine.network.host
         on_hosts = np.add.reduceat(needed, np.arange(0, len(needed), host.devices))
