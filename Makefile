@@ -93,7 +93,7 @@ test-check: launcher
 	SCHEDGEN_EXAMPLES=10000 $(BIN)/python -m pytest -n auto tests/schedgen -m hypothesis
 
 test-fuzz: venv
-	SCHEDGEN_EXAMPLES=100000 $(BIN)/python -m pytest -n 1 tests/schedgen/cli/test_fuzz.py
+	SCHEDGEN_EXAMPLES=100000 $(BIN)/python -m pytest -n 1 tests/schedgen/cli/test_hostile.py -k hostile_input
 
 test-models: venv
 	$(BIN)/python tests/helpers/architectures.py

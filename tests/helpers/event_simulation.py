@@ -44,23 +44,19 @@ def path(network, a, b, size):
     return {link: time for link, time in links.items() if time > 0}
 
 
+def on_card(links):
+    """How long a message crosses cards and what is on the way to them; 0: it crosses none."""
+    return max(links.values()) if any(len(link) == 3 and link[0] != "host" for link in links) else 0.0
+
+
 class Message:
-    def __init__(self, links, alpha=0.0, collective=None, row=None):
+    def __init__(self, links, alpha=0.0, collective=None, row=None, longest=0.0):
+        """In as many turns as it needs for none to be longer than an eighth of the longest message."""
         self.links, self.alpha, self.collective, self.row, self.turns = links, alpha, collective, row, 1
-
-    @property
-    def on_card(self):
-        """How long it crosses cards and what is on the way to them; 0: it crosses none."""
-        return max(self.links.values()) if any(len(link) == 3 and link[0] != "host" for link in self.links) else 0.0
-
-    def in_turns(self, longest):
-        """The message, in as many turns as it needs for none to be longer than an eighth of the longest message."""
-        if time := self.on_card:
-            while time / self.turns > longest / 8:
-                self.turns *= 2
+        while on_card(links) / self.turns > longest / 8:
+            self.turns *= 2
         if self.turns > 1:
-            self.links = dict.fromkeys(self.links, time / self.turns)
-        return self
+            self.links = dict.fromkeys(links, on_card(links) / self.turns)
 
 
 class Sum:
@@ -100,10 +96,8 @@ def simulate(program, cost, machine):
                         links[link] += time
         return links
 
-    crossings = [Message(of_message(send)) for send in partner]
-    for row in program.rows_of(Op.ALLREDUCE):
-        crossings += [Message({link: time}) for link, time in of_sum(row).items()]
-    longest = max((each.on_card for each in crossings), default=0.0)
+    sums_of = [{link: time} for row in program.rows_of(Op.ALLREDUCE) for link, time in of_sum(row).items()]
+    longest = max(map(on_card, [*map(of_message, partner), *sums_of]), default=0.0)
 
     def offer():
         for message in [*waiting]:
@@ -153,7 +147,7 @@ def simulate(program, cost, machine):
         cards = sorted((link for link in links if len(link) == 3), key=lambda link: (link[1], order[link[0]], link[2]))
         ranks = [(side, a) for side in ("out", "in") for a in members]
         for link in [*(link for link in ranks if link in links), *cards]:
-            waiting.append(Message({link: links[link]}, collective=of).in_turns(longest))
+            waiting.append(Message({link: links[link]}, collective=of, longest=longest))
             offer()
 
     def ready(row, rank):
@@ -200,7 +194,7 @@ def simulate(program, cost, machine):
                 size = bytes[send]
                 source, to = int(table.rank[send]), int(table.to[send])
                 alpha = float(network.levels[level_of(network, source, to)].latency(np.array(size))) if size else 0.0
-                waiting.append(Message(of_message(send), alpha, row=send).in_turns(longest))
+                waiting.append(Message(of_message(send), alpha, row=send, longest=longest))
                 offer()
         return True
 

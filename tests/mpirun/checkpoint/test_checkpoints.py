@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -14,6 +15,8 @@ import torch
 from examples import further
 from models_for_tests import dropping_layers
 from run_results import same, weights
+
+from mpirun.checkpoint.writer import lock_folder
 
 STEPS = 4
 COMMON = ["--steps", STEPS, "--canonical", "--clip", 1, "--lr-schedule", "cosine", "--threads", 1]
@@ -224,3 +227,11 @@ def test_buffers_that_share_memory_or_have_no_plain_layout_are_saved(mistakes, c
     assert (alike.code, odd.code) == (2, 2)
     assert alike.err == "mpirun: two layers of the model have a one.table: in checkpoints names must differ\n"
     assert re.fullmatch(r"mpirun: stage \d has two._extra_state: only parameters and buffers are saved\n", odd.err)
+
+
+def test_a_folder_that_was_moved_is_unlocked_too(tmp_path):
+    (tmp_path / "before").mkdir()
+    lock = lock_folder(tmp_path / "before")
+    (tmp_path / "before").rename(tmp_path / "after")
+    os.close(lock)
+    os.close(lock_folder(tmp_path / "after"))

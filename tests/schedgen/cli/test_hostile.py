@@ -1,14 +1,17 @@
-"""Small input that could ask for much: memory, time, or output. Each of these once did."""
+"""Hostile input (`make test-fuzz` tries 100,000), and small input that asked for much memory, time, or output."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
 import fuzz
 import pytest
-from examples import further
+from examples import examples, further
+from hypothesis import given, settings
 
+import schedgen.cli.main
 import schedgen.simulator.memory_plan
 import schedgen.util.jit
 from schedgen.checker import check
@@ -143,3 +146,20 @@ def test_costs_that_stats_would_not_take_are_refused_by_check(file, run, refused
 @pytest.mark.parametrize("text", ["\x1b[2J", " " * 200 + "\0", "a" * 79 + "\n", "\ud800" * 10**6, "a" * 81])
 def test_what_is_quoted_is_short_and_printable(text):
     assert clip(text).isprintable() and len(clip(text)) <= 80
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    parser = schedgen.cli.main.parser
+    schedgen.cli.main.parser = functools.cache(parser)  # making it takes longer than most answers
+    yield fuzz.Range(tmp_path_factory.mktemp("fuzz"))
+    schedgen.cli.main.parser = parser
+
+
+BASES = 12 + len(fuzz.GOLDEN)
+
+
+@given(case=fuzz.cases(BASES))
+@settings(max_examples=examples(400, as_asked=True))
+def test_hostile_input_is_answered(place, case):
+    place.run(case)
