@@ -132,7 +132,7 @@ def _sources(program: Program, serving: list[list[int]], rank: int, stage: int) 
 
 def _copies(program: Program, rank: int, foreign: Numbers, jobs: Numbers, options: Options) -> list[Copy]:
     """The copies that `rank` fetches; `jobs`: its jobs, `foreign`: the jobs whose stage it does not own."""
-    uses = program.rows.stage[foreign].tolist()
+    uses, job_rows = program.rows.stage[foreign].tolist(), foreign.tolist()
     next_use = _next_uses(uses)
     places = np.searchsorted(jobs, foreign)
     wanted = jobs[np.maximum(places - options.prefetch, 0)].tolist()
@@ -144,9 +144,9 @@ def _copies(program: Program, rank: int, foreign: Numbers, jobs: Numbers, option
 
     def drop(stage: int) -> None:
         first, room = begun.pop(stage)
-        left[stage] = int(foreign[last.pop(stage)])
+        left[stage] = job_rows[last.pop(stage)]
         heappush(empty, left[stage])
-        copies.append(Copy(int(foreign[first]), rank, stage, room, wanted[first], left[stage]))
+        copies.append(Copy(job_rows[first], rank, stage, room, wanted[first], left[stage]))
 
     for i, stage in enumerate(uses):
         if stage not in begun:
@@ -179,10 +179,11 @@ def _fetches(
     fetches: list[tuple[int, ...]] = []
     servers: dict[tuple[int, int, int], Servers] = {}
     shards = program.header.weight_shards.counts.tolist()
-    for copy in sorted(copies):
+    copies = sorted(copies)
+    times = time[[copy.wanted for copy in copies]]
+    firsts: list[int] = np.searchsorted(time, times).tolist()
+    for copy, then, first in zip(copies, times.tolist(), firsts, strict=True):
         most = fan_out * shards[copy.stage]
-        then = float(time[copy.wanted])
-        first = int(np.searchsorted(time, then))
         relays: dict[int, int] = {}  # by rank: the row after which it can send
 
         def send_row(server: int) -> int:
