@@ -7,6 +7,7 @@ are diff(1)'s: 0 no difference, 1 a difference, 2 trouble. An error is one sente
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -121,6 +122,7 @@ def parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `schedgen ARGUMENTS`, by default those of this process; return the exit code."""
     prepare_streams()
+    gc.set_threshold(50_000)  # a program's tuples are no cycles, and looking for some took a third of a compile
     values = vars(parser().parse_args(arguments))
     allow(values["quiet"])
     command: Command = values["command"]
