@@ -109,8 +109,10 @@ def new_run(program: Program, members: Numbers, paths: Paths, sums: Sums, links:
 
 
 @kernel
-def execute(listed: Listed, waiting: Waiting, lasts: Times, paths: Paths, sums: Sums, free: bool, run: Run) -> None:
-    """Fill in `run`. `free`: messages take no time, wait for no receive or link.
+def execute(
+    listed: Listed, waiting: Waiting, lasts: Times, paths: Paths, sums: Sums, free: bool, horizon: float, run: Run
+) -> None:
+    """Fill in `run` with what happens before the time `horizon`. `free`: messages take no time, wait for nothing.
 
     Ranks act in the order of their clocks, so that links carry messages in the order of time. In `asleep` collectives
     are numbered after all rows.
@@ -131,7 +133,7 @@ def execute(listed: Listed, waiting: Waiting, lasts: Times, paths: Paths, sums: 
         if at[r] < row_offsets[r + 1]:
             left[r], sent[r] = first[at[r]], send_before[at[r]]
             set_leaf(tree, leaves + links + r, 0.0)
-    while tree[1] < np.inf:
+    while tree[1] < horizon:
         leaf, now = least_leaf(tree, leaves), tree[1]
         if leaf < links:
             # All links that become free now, by the number of the message that waits at each and was ready first.

@@ -145,6 +145,15 @@ def simulate(program: Program, cost: Mapping[str, Amount] | None = None, machine
     `check` must accept the program, which is not proved here: numbers of any other, as of a deadlock, mean nothing.
     UsageError if costs or sizes are below 0, or a host has too little memory for what is offloaded to it.
     """
+    simulation = simulate_until(np.inf, program, cost, machine)
+    assert simulation is not None
+    return simulation
+
+
+def simulate_until(
+    until: float, program: Program, cost: Mapping[str, Amount] | None = None, machine: Machine | None = None
+) -> Simulation | None:
+    """As `simulate`, but None if instructions are still to start at the time `until`."""
     machine, header, table = machine or Machine(), program.header, program.rows
     cost = header.cost if cost is None else cost
     sizes = buffer_sizes(machine, header.stages, len(header.graph.edges))
@@ -161,7 +170,10 @@ def simulate(program: Program, cost: Mapping[str, Amount] | None = None, machine
     links = Links(machine.network, header.workers)
     paths, sums = _paths(program, waits, sizes, links, lasts)
     run = new_run(program, waits.members, paths, sums, links.count)
-    execute.sized(4 * len(program))(listed, waiting, paths.from_last_turn(lasts), paths, sums, links.is_free, run)
+    last_turns = paths.from_last_turn(lasts)
+    execute.sized(4 * len(program))(listed, waiting, last_turns, paths, sums, links.is_free, until, run)
+    if (run.at < program.bounds[1:]).any():
+        return None
     np.maximum(run.arrival, 0.0, out=run.arrival)
     arrival, parts = np.split(run.arrival, [len(program)])
     turn = run.queues.turn
