@@ -15,14 +15,16 @@ import numpy as np
 from schedgen.compiler.place import place_jobs, priorities
 from schedgen.compiler.sum_trees import ALLREDUCE, TWO_LEVEL
 from schedgen.ir.cost import by_stage, has_both, redo_duration, shortest_halves, without_redo
+from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.instructions import B, F
+from schedgen.ir.stage_graph import StageGraph, chain
 from schedgen.planner.layer_profile import Layers
 from schedgen.planner.order_search.ways import Way
 from schedgen.planner.partition import partition, prefixes
 from schedgen.planner.stage_costs import StageCosts, balanced, smallest, stage_costs
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
-from schedgen.simulator.network import Links, Network
+from schedgen.simulator.network import Links
 from schedgen.util.arrays import Flags, Floats, Ints
 from schedgen.util.errors import UsageError
 
@@ -77,16 +79,18 @@ def candidates(
                 ways.append(costs)
     allowed = [way for way in Way if way != Way.AWAY or layers.machine.network.host.is_known]
     tried = range(1, min(most, len(by_stages)) + 1), count if len(by_stages) == count else 0
-    has_hosts = Links(layers.machine.network, workers).is_uneven
-    for name, sizes, replicas in _pipelines(workers, microbatches, has_hosts, *tried):
-        for interleave in (False, True) if has_hosts and sizes.replicas else (False,):
+    links = Links(layers.machine.network, workers)
+    hosts = links.group[0] if links.is_uneven else None
+    for name, sizes, replicas in _pipelines(workers, microbatches, hosts, *tried):
+        for interleave in (False, True) if hosts is not None and sizes.replicas and name != "fsdp" else (False,):
             try:
                 scheme = load(name, sizes, interleave=interleave)
             except UsageError:  # such as interleaving where stages do not go round the workers in equal rounds
                 continue
             alone = sizes._replace(replicas=None)  # else a search would also begin with other schemes' orders
-            gathered, has_owners = by_stages[sizes.stages - 1], replicas > 1 or name == "chimera"
-            sums = TWO_LEVEL if has_hosts and has_owners and not any(each.tied for each in gathered) else ALLREDUCE
+            gathered, any_tied = by_stages[sizes.stages - 1], any(each.tied for each in by_stages[sizes.stages - 1])
+            has_owners = name == "chimera" or (replicas > 1 and (sizes.replicas or name in ("lpp", "ddp")))
+            sums = TWO_LEVEL if links.is_uneven and has_owners and not any_tied else ALLREDUCE
             for way in allowed:
                 yield Candidate(name, replicas, interleave, way, scheme, alone, gathered, sums)
     best = partition(prefixes(layers), workers, bandwidth)
@@ -98,12 +102,12 @@ def candidates(
 
 
 def _pipelines(
-    workers: int, microbatches: int, has_hosts: bool, numbers: range, single: int
+    workers: int, microbatches: int, hosts: Ints | None, numbers: range, single: int
 ) -> Iterator[tuple[str, Sizes, int]]:
     """(scheme, sizes, number of pipelines), even if the scheme refuses them.
 
-    The stages are one of `numbers`, or `single`, a stage a layer; 0: not tried. Where devices have hosts, fsdp has
-    replicas, too: then gradients are summed inside them before they are summed across.
+    The stages are one of `numbers`, or `single`, a stage a layer; 0: not tried. Where devices have `hosts`, by rank,
+    fsdp has replicas inside hosts, too: then weights are fetched there, and gradients summed there first.
     """
     any_number = sorted({*(S for S in STAGES if S in numbers), single} - {0})
     for D in (D for D in range(1, workers + 1) if workers % D == 0 and microbatches >= D):
@@ -112,7 +116,8 @@ def _pipelines(
             for name, chunks in PIPELINES.items():
                 for stages in _looped(P, chunks, numbers, single):
                     yield name, Sizes(stages, microbatches, workers, replicas=D if D > 1 else None), D
-        for stages in any_number if has_hosts and 1 < D < workers else ():
+        inside = hosts is not None and 1 < P < workers and not np.diff(hosts.reshape(D, P)).any()
+        for stages in any_number if inside else ():
             yield "fsdp", Sizes(stages, microbatches, workers, replicas=D), D
         for name, ungrouped in GROUPED.items():
             if P > 1:
@@ -162,38 +167,57 @@ def _bound(candidate: Candidate, costs: StageCosts, weights: Ints, compute: Ints
     weight, saved, step = (by_stage(amount, S) for amount in (machine.weight, machine.saved, machine.step))
     owns = np.zeros((workers, S), bool)
     owns[weights, np.arange(S)[:, None]] = True
-    jobs = np.bincount(compute.ravel(), np.repeat(lengths, compute.shape[2]), minlength=workers)
+    job = compute * S + np.arange(S)[:, None]  # its worker and stage, as one number
+    jobs = np.bincount(job.ravel(), np.repeat(lengths, compute.shape[2]), minlength=workers * S)
     kept = np.concatenate([[0.0], costs.passed_on]) + (saved if candidate.way == Way.KEEP else 0)
     peak = owns @ (owned + weight) + _saved(kept, compute, workers, n)
-    busy = max(float((jobs + owns @ step).max()), _summing(candidate.sums, owns, weight, machine.network))
-    return CandidateBound((1 - 1e-9) * busy, float(peak.max()))
+    busy = float((jobs.reshape(workers, S).sum(axis=1) + owns @ step).max())
+    on_links = _on_links(candidate.sums, costs, owns, compute, float(jobs[jobs > 0].min(initial=math.inf)))
+    return CandidateBound((1 - 1e-9) * max(busy, on_links), float(peak.max()))
 
 
-def _summing(sums: str, owns: Flags, weight: Floats, network: Network) -> float:
-    """How long the link or card that is occupied longest carries gradients of stages that have several owners.
+def _on_links(sums: str, costs: StageCosts, owns: Flags, compute: Ints, ready: float) -> float:
+    """A bound from the link or card that is occupied longest, by outputs, their gradients and gradients of weights.
 
-    By messages the hosts together send at least 2 n bytes for each but one of them [Patarasuk and Yuan 2009].
+    `ready`: before this time no stage's jobs are done on any worker, and no gradient of weights is sent. Of an output
+    with several consumers one is counted. By messages the hosts together send at least 2 n bytes for each but one of
+    them [Patarasuk and Yuan 2009].
     """
-    links = Links(network, len(owns))
-    occupied, of_level = np.zeros(links.count), np.zeros(len(network.levels))
+    links, S = Links(costs.machine.network, len(owns)), owns.shape[1]
+    made = costs.graph or ModelGraph(S)
+    graph = StageGraph(S, made.edges or chain(S), made.per_consumer)
+    edges = np.array(graph.edges, np.int64).reshape(-1, 2)
+    first = np.unique(edges[:, 0], return_index=True)[1]
+    producer, consumer = edges[first].T
+    source = np.concatenate([compute[F, producer], compute[B, consumer]]).ravel()
+    to = np.concatenate([compute[F, consumer], compute[B, producer]]).ravel()
+    moves, bytes = source != to, np.repeat(np.tile(costs.machine.edge_bytes(graph)[first], 2), compute.shape[2])
+    paths, _ = links.messages(source[moves], to[moves], bytes[moves])
+    occupied = np.bincount(paths.link, paths.hold, minlength=links.count)
+    summed, of_level = np.zeros(links.count), np.zeros(len(links.levels))
     owners, kind = np.unique(owns.T, axis=0, return_inverse=True)
-    for mine, size in zip(owners, np.bincount(kind.ravel(), weight), strict=True):
+    for mine, size in zip(owners, np.bincount(kind.ravel(), by_stage(costs.machine.weight, S)), strict=True):
         members = np.flatnonzero(mine).tolist()
         if sums == ALLREDUCE and len(members) > 1:
             use = links.sum_of(members)
-            occupied[use.link] += use.hold * size
+            summed[use.link] += use.hold * size
         for level, _, card, groups in links.cards:
             of_level[level] += 2 * card * size * (len(np.unique(links.group[level - 1, members])) - 1) / groups
-    return float(max(occupied.max(), of_level.max()))
+    return float(max((occupied + summed).max(), ready + max(summed.max(), of_level.max())))
 
 
 def _saved(kept: Floats, compute: Ints, workers: int, n: Any) -> Floats:
-    """The peak bytes that each worker saves for backwards; `kept`: bytes of a job, by stage; n is None: of one job."""
+    """The peak bytes that each worker saves for backwards; `kept`: bytes of a job, by stage.
+
+    n is None: those of one microbatch, which are all kept when its last forward has ended.
+    """
     peak = np.zeros(workers)
-    bytes = np.broadcast_to(kept[:, None], compute.shape[1:])
+    bytes, batches = np.broadcast_to(kept[:, None], compute.shape[1:]), compute.shape[2]
     if n is None:
-        np.maximum.at(peak, compute[F].ravel(), bytes.ravel())
-        return peak
+        job = compute[F] * batches + np.arange(batches)
+        of_each = np.bincount(job.ravel(), bytes.ravel(), workers * batches)
+        most: Floats = of_each.reshape(workers, batches).max(axis=1)
+        return most
     worker = compute[: B + 1].ravel()
     order = np.lexsort((n[: B + 1].ravel(), worker))
     alive = np.cumsum(np.concatenate([bytes.ravel(), -bytes.ravel()])[order])  # each worker's sum ends at 0
