@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -221,7 +223,9 @@ def run_plan(options: PlanOptions) -> int:
         numbers = plan_output.partition_as_json(layers, workers, bandwidth, cuts)
         lines = plan_output.partition_as_text(numbers)
     else:
-        best = plan(layers, workers, options.microbatches, memory, schemes=options.schemes, budget=options.search)
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1  # elsewhere processes are not forked
+        schemes, budget = options.schemes, options.search
+        best = plan(layers, workers, options.microbatches, memory, schemes=schemes, budget=budget, processes=cores)
         numbers, lines = plan_output.plan_as_json(best), plan_output.plan_as_text(best)
         if options.output:
             _write_checked(best.program, options.output)

@@ -7,9 +7,12 @@ largest stage needs few bytes are tried, too.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import pairwise
+from multiprocessing import get_context
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,8 +33,10 @@ from schedgen.planner.order_search.search_ways import search_ways
 from schedgen.planner.order_search.ways import Way
 from schedgen.planner.partition import on_links
 from schedgen.planner.stage_costs import StageCosts, cost_ratios
+from schedgen.simulator.buffer_sizes import buffer_sizes
+from schedgen.simulator.footprint import footprint
 from schedgen.simulator.network import Network
-from schedgen.simulator.simulate import simulate
+from schedgen.simulator.simulate import simulate_until
 from schedgen.util.errors import UsageError, number_of
 from schedgen.util.files import AnyPath
 from schedgen.util.jit import compiled_always
@@ -71,9 +76,16 @@ class _Entry(NamedTuple):
     candidate: Candidate
     costs: StageCosts
     program: Program | None = None  # if its order was searched
+    number: int = -1  # of the candidate, if it was not
 
 
 _Front = Sequence[_Entry]
+_Points = Sequence[tuple[float, int]]  # seconds and bytes of the entries of a front
+_Run = Callable[[Callable[..., Any], Sequence[tuple[Any, ...]]], list[Any]]
+
+BLOCK = 4  # candidates that are first held against one front, then 64, whatever the number of processes
+SMALL = 2_000_000  # jobs of all candidates: with fewer, processes cost more than they save
+_tried: list[Candidate] = []  # which forked processes find here, since functions cannot be sent to them
 
 
 class _PlacedCandidate(NamedTuple):
@@ -95,6 +107,7 @@ def plan(
     bandwidth: float | None = None,
     schemes: Collection[str] | None = None,
     budget: int = 0,
+    processes: int = 1,
 ) -> Plan:
     """The schedules of a profile's layers that no other beats in both seconds and bytes, and the fastest's `program`.
 
@@ -102,30 +115,31 @@ def plan(
     network    what joins the workers, or `bandwidth`: bytes a second of every link; default: as the profile says
     schemes    names: only these are tried
     budget     work for each search of an order, as for `search`; 0: no orders are searched
+    processes  forked for a large plan, which is the same whatever their number
 
     UsageError if no schedule fits; RefusedFile if `profile` is a file but no profile.
     """
     layers = profile if isinstance(profile, Layers) else read_layers(profile)
     layers, bandwidth = on_links(layers, workers, network, bandwidth)
     memory = min(memory, layers.machine.network.least_memory(workers))
-    bounded = [
-        (candidate_bound(candidate), candidate)
+    _tried[:] = [
+        candidate
         for candidate in candidates(layers, workers, bandwidth, microbatches, memory)
         if schemes is None or candidate.name in schemes
     ]
-    bounded.sort(key=lambda pair: pair[0].seconds)
-    with compiled_always():
-        every, simulated = _front_of_all(bounded, memory)
+    with compiled_always(), _runner(processes) as run:
+        bounds = run(_bound, [(k,) for k in range(len(_tried))])
+        order = sorted(range(len(_tried)), key=lambda k: bounds[k].seconds)
+        every, simulated = _front_of_all(run, bounds, order, memory)
         front: _Front = [entry for entry in every if entry.schedule.peak_bytes <= memory]
         if budget:
             fastest = min((entry.schedule.step_time for entry in front), default=math.inf)
-            placed = _placed_candidates((each for _, each in bounded), fastest)
+            placed = _placed_candidates((_tried[k] for k in order), fastest)
             for found in _searched(placed, fastest, memory, budget):
                 front = _with(found, front)
+        if not front and math.isfinite(memory):  # what was ruled out because it does not fit may be what needs least
+            every, _ = _front_of_all(run, bounds, order, math.inf)
     if not front:
-        if math.isfinite(memory):  # what was ruled out because it does not fit may be what needs least
-            with compiled_always():
-                every, _ = _front_of_all(bounded, math.inf)
         what = "no schedule" if schemes is None else f"no schedule of {', '.join(schemes)}"
         limit = f" and {memory:g} bytes each" if math.isfinite(memory) else ""
         batches = number_of(microbatches, "microbatch")
@@ -133,24 +147,47 @@ def plan(
     front = sorted(front, key=lambda entry: entry.schedule.step_time)
     first = front[0]
     program = first.program or _compiled(first.candidate, first.costs)
-    return Plan([entry.schedule for entry in front], program, len(bounded), simulated)
+    return Plan([entry.schedule for entry in front], program, len(bounds), simulated)
 
 
-def _front_of_all(bounded: Sequence[tuple[CandidateBound, Candidate]], memory: float) -> tuple[_Front, int]:
+@contextmanager
+def _runner(processes: int) -> Iterator[_Run]:
+    """A function that calls another one with each of some arguments, in order: in processes if the plan is large."""
+    if processes == 1 or sum(each.sizes.stages * each.sizes.microbatches for each in _tried) < SMALL:
+        yield lambda function, arguments: [function(*each) for each in arguments]
+    else:
+        with get_context("fork").Pool(processes) as pool:
+            yield partial(pool.starmap, chunksize=1)
+
+
+def _bound(number: int) -> CandidateBound:
+    return candidate_bound(_tried[number])
+
+
+def _front_of_all(
+    run: _Run, bounds: Sequence[CandidateBound], order: Sequence[int], memory: float
+) -> tuple[_Front, int]:
     """The Pareto front of the candidates, whether they fit or not: of those that fit, it has the front, too; and how
-    many candidates were simulated. Left out are those that a bound says do not fit.
+    many candidates were simulated, in this order. Left out are those that a bound says do not fit.
     """
     every: _Front = []
     simulated = 0
-    for bound, candidate in over(bounded, "search", len(bounded)):
-        if bound.bytes > memory or _beaten(bound.seconds, bound.bytes, every):
-            continue
-        simulated += 1
-        for entry in _simulated(candidate):
-            every = _with(entry, every)
-    for other in (entry.candidate._replace(sums=ALLREDUCE) for entry in every if entry.schedule.sums != ALLREDUCE):
-        for entry in _simulated(other):
-            every = _with(entry, every)
+
+    def simulate(tried: Sequence[tuple[int, str]]) -> None:
+        nonlocal every
+        points = [(entry.schedule.step_time, entry.schedule.peak_bytes) for entry in every]
+        for (k, sums), found in zip(tried, run(_simulated, [(*each, points) for each in tried]), strict=True):
+            candidate = _tried[k]._replace(sums=sums)
+            for schedule, cut in found:
+                every = _with(_Entry(schedule, candidate, candidate.costs[cut], number=k), every)
+
+    ends = [*(BLOCK << k for k in range(4)), *range(64, len(order) + 64, 64)]
+    for begin, end in over(pairwise([0, *ends]), "search", len(ends)):
+        fit = [k for k in order[begin:end] if bounds[k].bytes <= memory]
+        tried = [k for k in fit if not _beaten(*bounds[k], every)]
+        simulated += len(tried)
+        simulate([(k, _tried[k].sums) for k in tried])
+    simulate([(entry.number, ALLREDUCE) for entry in every if entry.schedule.sums != ALLREDUCE])
     return every, simulated
 
 
@@ -185,26 +222,33 @@ def _beaten(seconds: float, bytes: float, front: _Front) -> bool:
     return any(entry.schedule.step_time <= seconds and entry.schedule.peak_bytes <= bytes for entry in front)
 
 
-def _simulated(candidate: Candidate) -> Iterator[_Entry]:
-    """The candidate simulated with each of its stage costs for which no cap blocks it.
+def _simulated(number: int, sums: str, front: _Points = ()) -> list[tuple[PlannedSchedule, int]]:
+    """The candidate of this number with these sums, simulated with each of its stage costs for which no cap blocks it
+    and no point of the front is as good in both; and the numbers of these costs.
 
     Cuts whose stages have the same graph have one program: only the header differs.
     """
+    candidate, found = _tried[number]._replace(sums=sums), list[tuple[PlannedSchedule, int]]()
     programs: dict[ModelGraph | None, Program | None] = {}
-    for costs in candidate.costs:
-        if costs.graph not in programs:
-            programs[costs.graph] = None
-            with suppress(UsageError):
+    for cut, costs in enumerate(candidate.costs):
+        with suppress(UsageError):
+            if costs.graph not in programs:
+                programs[costs.graph] = None
                 programs[costs.graph] = _compiled(candidate, costs)
-        if (program := programs[costs.graph]) is not None:
-            yield _Entry(_timed(program, candidate, costs), candidate, costs)
+            if (program := programs[costs.graph]) and (schedule := _timed(program, candidate, costs, front)):
+                found.append((schedule, cut))
+    return found
 
 
-def _timed(program: Program, candidate: Candidate, costs: StageCosts) -> PlannedSchedule:
-    run = simulate(program, costs.with_halves, costs.machine)
-    seconds, bytes = float(run.end.max()), int(run.footprint.peak.max())
+def _timed(program: Program, candidate: Candidate, costs: StageCosts, front: _Points = ()) -> PlannedSchedule | None:
+    """Its time and memory in the simulator; None if a point of the front takes no more of either."""
+    sizes = buffer_sizes(costs.machine, program.header.stages, len(program.header.graph.edges))
+    bytes = int(footprint(program, sizes).peak.max())
+    until = min((seconds for seconds, others in front if others <= bytes), default=math.inf)
+    if (run := simulate_until(until, program, costs.with_halves, costs.machine)) is None:
+        return None
     ways = len(program.rows_of(Op.RECOMPUTE)), len(program.rows_of(Op.OFFLOAD))
-    where = candidate.sizes.stages, candidate.replicas, candidate.interleave
+    where, seconds = (candidate.sizes.stages, candidate.replicas, candidate.interleave), float(run.end.max())
     return PlannedSchedule(candidate.name, *where, *ways, costs.layer_counts, seconds, bytes, sums=candidate.sums)
 
 
@@ -253,8 +297,10 @@ def _searched(hopeful: Sequence[_PlacedCandidate], fastest: float, memory: float
     of least bound may also redo forwards."""
     for k, placed in enumerate(over(hopeful, "search orders", len(hopeful))):
         redo = math.isfinite(memory) and k < MOST_REDONE
-        if placed.least < fastest and (program := _searched_program(placed, memory, budget, redo)) is not None:
-            schedule = _timed(program, placed.candidate, placed.costs)._replace(order="search", sums=ALLREDUCE)
+        if placed.least >= fastest or (program := _searched_program(placed, memory, budget, redo)) is None:
+            continue
+        if schedule := _timed(program, placed.candidate, placed.costs):
+            schedule = schedule._replace(order="search", sums=ALLREDUCE)
             fastest = min(fastest, schedule.step_time)
             yield _Entry(schedule, placed.candidate, placed.costs, program)
 
