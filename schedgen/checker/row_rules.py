@@ -40,9 +40,17 @@ def rule_1(proof: Proof) -> None:
     row = proof.program.job_rows(Op.FWD)[proof.stage[redone], proof.mb[redone]]
     late = row[(row > redone) & (proof.rank[row] == proof.rank[redone])]
     proof.refuse_any(1, late, "this forward comes after its RECOMPUTE")
+    leaves = proof.rows_of(Op.OFFLOAD, Op.RELOAD, Op.SEND)
+    leaves = leaves[proof.kind[leaves] == Kind.SAVED]
+    is_lent = compute[B][proof.stage[leaves], proof.mb[leaves]] != proof.rank[leaves]
+    lent = leaves[is_lent & (proof.op[leaves] != Op.SEND)]
+    proof.refuse_any(1, lent, "what another rank's forward has saved is not copied to the host here")
     if split:
         for s, b in np.argwhere(compute[W] != compute[B])[:1]:
             proof.refuse_rank(1, int(compute[W, s, b]), f"W({s}, {b}) is not on the worker of I({s}, {b})")
+        half = proof.program.job_rows(Op.BWD_I)[proof.stage[leaves], proof.mb[leaves]]
+        late = leaves[~is_lent & (proof.op[leaves] == Op.SEND) & (0 <= half) & (half < leaves)]
+        proof.refuse_any(1, late, "BWD_I has freed a part of this: it is lent before, or not at all")
 
 
 def _once(proof: Proof, ops: tuple[Op, ...], worker: Ints, every: bool) -> None:

@@ -23,7 +23,7 @@ from slow_memory_plan import hold, peaks_of_timeline, random_bytes
 
 from schedgen.checker import RULES, check
 from schedgen.ir.instructions import Kind, Op
-from schedgen.ir.program import Program
+from schedgen.ir.program import Program, rows
 from schedgen.util.errors import RefusedFile
 
 MUTANTS = 20  # of every program
@@ -180,6 +180,14 @@ def an_offload_before_its_step(program, data):
     return moved(program, row, int(steps[same[steps]][0]))
 
 
+def an_offload_of_a_loan(program, data):
+    row = pick(data, having(program, Op.RECV, kinds=(Kind.SAVED,)))
+    i, rank = program.instruction(row), program.rows.rank[[row]]
+    assume(program.header.compute[1, i.stage, i.mb] != rank[0])
+    copy = rows(Op.OFFLOAD, rank, kind=Kind.SAVED, stage=i.stage, mb=i.mb)
+    return program.insert(copy, after=np.array([row])).project()
+
+
 def a_limit_that_is_less(program, data):
     most = int(check(program).saved.max())
     assume(most > 1)
@@ -212,6 +220,7 @@ DAMAGES = [
     (7, one_less(Op.RELOAD, kinds=(Kind.SAVED,)), ("offload",), ()),
     (7, one_less(Op.FREE, kinds=(Kind.SAVED,)), ("evict",), ()),
     (3, one_less(Op.SEND, kinds=(Kind.SAVED,)), ("evict",), ()),
+    (1, an_offload_of_a_loan, ("evict",), ()),
     (2, one_less(Op.RELOAD, kinds=(Kind.OPT,)), ("offload optimizer",), ()),
     (5, one_less(Op.OFFLOAD, kinds=(Kind.OPT,)), ("offload optimizer",), ()),
     (5, an_offload_before_its_step, ("offload optimizer",), ()),
