@@ -32,7 +32,7 @@ from schedgen.util.errors import UsageError, clip
 from schedgen.util.progress import over
 from schedgen.util.text_table import aligned, short_bytes
 
-MOST_COMPILED = 12  # with the schedule itself
+MOST_COMPILED = 14  # with the schedule itself
 LEAN_SCHEMES = ("v-min", "v-half", "1f1b", "zb-h1", "fsdp")  # tried in place of another
 
 SAVED = "saved forwards"
@@ -186,7 +186,7 @@ def _own_changes(
     try:
         recipe = recipe_of(program, times)
     except UsageError as error:
-        yield "--recompute, --offload, --offload-optimizer, --weight-slots, --memory-limit, --shards", str(error)
+        yield "--recompute, --offload, --evict, --offload-optimizer, --weight-slots, --memory-limit, --shards", str(error)
         return
     options, header, host = recipe.options, program.header, machine.network.host
     saved = {part.stages[0] // options.tensor: part.bytes for part in parts[rank] if part.kind == SAVED}
@@ -203,6 +203,8 @@ def _own_changes(
         yield "--recompute, --offload", f"rank {rank} has no saved forwards at its peak"
     elif not host.is_known:
         yield "--offload", "no machine file says what the link to the host's memory carries"
+    evicting = recipe._replace(options=replace(options, evict=True))
+    yield "--evict", "forwards are lent already" if options.evict else evicting
     if options.offload_optimizer or not host.is_known:
         reason = "it is there already" if options.offload_optimizer else "no machine file says what its link carries"
         yield "--offload-optimizer", reason
