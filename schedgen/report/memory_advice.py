@@ -185,8 +185,8 @@ def _own_changes(
     """The scheme with other options; `rank`: the one that needs most; `times`: as for `recipe_of`."""
     try:
         recipe = recipe_of(program, times)
-    except UsageError as error:
-        yield "--recompute, --offload, --evict, --offload-optimizer, --weight-slots, --memory-limit, --shards", str(error)
+    except UsageError as why:
+        yield "--recompute, --offload, --evict, --offload-optimizer, --weight-slots, --memory-limit, --shards", str(why)
         return
     options, header, host = recipe.options, program.header, machine.network.host
     saved = {part.stages[0] // options.tensor: part.bytes for part in parts[rank] if part.kind == SAVED}
