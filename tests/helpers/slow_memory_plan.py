@@ -69,9 +69,10 @@ def lives(program, rank):
         if i.op == Op.BWD_I:
             starts.append(("half", s, b))
         if i.op in (Op.BWD, Op.BWD_W, Op.ADD, Op.ALLREDUCE) and i.kind not in (Kind.X, Kind.G):
-            sums = [(Kind.DW, s, -1, k) for k in ((i.piece,) if i.kind == Kind.DW else header.gradient_units.of(s))]
-            if i.kind == Kind.T:
+            if i.kind == Kind.T:  # s is the number of a tie
                 sums = [(Kind.DW, t, -1, -1) for t in header.tied[s] if rank in header.owners[t]]
+            else:
+                sums = [(Kind.DW, s, -1, k) for k in ((i.piece,) if i.kind == Kind.DW else header.gradient_units.of(s))]
             starts += [one for one in sums if one not in begun]
         if i.op in (Op.BWD, Op.BWD_W):
             ends = [("saved", s, b)] + [("half", s, b)] * (i.op == Op.BWD_W)
