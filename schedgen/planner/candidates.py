@@ -88,9 +88,10 @@ def candidates(
             except UsageError:  # such as interleaving where stages do not go round the workers in equal rounds
                 continue
             alone = sizes._replace(replicas=None)  # else a search would also begin with other schemes' orders
-            gathered, any_tied = by_stages[sizes.stages - 1], any(each.tied for each in by_stages[sizes.stages - 1])
-            has_owners = name == "chimera" or (replicas > 1 and (sizes.replicas or name in ("lpp", "ddp")))
-            sums = TWO_LEVEL if links.is_uneven and has_owners and not any_tied else ALLREDUCE
+            gathered, is_tied = by_stages[sizes.stages - 1], any(each.tied for each in by_stages[sizes.stages - 1])
+            has_owners = sizes.replicas is not None or (replicas > 1 and name in ("lpp", "ddp"))
+            on_a_host = interleave or (hosts is not None and workers // replicas < np.bincount(hosts).max())
+            sums = TWO_LEVEL if hosts is not None and has_owners and on_a_host and not is_tied else ALLREDUCE
             for way in allowed:
                 yield Candidate(name, replicas, interleave, way, scheme, alone, gathered, sums)
     best = partition(prefixes(layers), workers, bandwidth)
