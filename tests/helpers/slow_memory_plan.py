@@ -147,7 +147,7 @@ def peak(program, rank, found, planned, bytes):
     header, running = program.header, []
     computed = [life for life in found if not life.placed and life.kind != Kind.DW]
     for at, i in enumerate(program.instructions(rank)):
-        workspace = bytes.workspace.get(DIRECTION.get(i.op, ""), np.zeros(header.stages, int))[i.stage]
+        workspace = bytes.workspace[DIRECTION[i.op]][i.stage] if DIRECTION.get(i.op) in bytes.workspace else 0
         workspace += bytes.activation[i.stage] if i.op == Op.RECOMPUTE else 0
         drops = i.op == Op.FWD and not any(life.kind == "saved" and life.begin == at for life in found)
         workspace += bytes.saved[i.stage] if drops and not header.is_forward else 0
