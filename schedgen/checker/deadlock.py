@@ -79,7 +79,10 @@ def _circle(proof: Proof, all: Events, happened: Ints) -> list[tuple[int, int]]:
     while event not in path:
         path[event] = len(path)
         event = int(reason[event, 0])
-    steps = [(ahead, kept) for _, ahead, kept, keeps in reason[list(path)[path[event] :]].tolist() if keeps]
+    links = reason[list(path)[path[event] :]].tolist()
+    steps = [(ahead, kept) for _, ahead, kept, keeps in links if keeps]
+    if not steps:  # each SEND needs what the one before it brings
+        steps = [(ahead, kept) for _, ahead, kept, _ in links if ahead != kept]
     first = next(k for k in range(len(steps)) if steps[k][1] != steps[k - 1][0])
     circle: list[tuple[int, int]] = []
     for ahead, kept in steps[first:] + steps[:first]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from mutants import with_rows
 
 from schedgen.analysis import analyse
 from schedgen.checker import check
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
 from schedgen.compiler.recipe import recipe_of
-from schedgen.ir.instructions import COMPUTE, Kind, Op
+from schedgen.ir.instructions import COMPUTE, Instruction, Kind, Op
 from schedgen.ir.transport import read_transport
 from schedgen.report.torch_csv import as_torch_csv
 from schedgen.schemes import load
@@ -19,7 +20,7 @@ from schedgen.simulator.network import Level, Network
 from schedgen.simulator.simulate import simulate
 from schedgen.simulator.stats import stats
 from schedgen.simulator.timeline import OFFLOAD_CAUSE
-from schedgen.util.errors import UsageError
+from schedgen.util.errors import RefusedFile, UsageError
 
 SAVED = Machine(activation=0, weight=0, saved=10)
 
@@ -102,3 +103,14 @@ def test_a_list_is_compiled_again_from_its_header():
 def test_evict_refuses(name, options, words):
     with pytest.raises(UsageError, match=words):
         compiled(name, Sizes(4, 8), **options)
+
+
+def test_two_ranks_do_not_lend_each_other_what_neither_has():
+    program = compiled(sizes=Sizes(2, 2), evict=False)
+    new = [
+        (int(program.bounds[rank]), rank, Instruction(op, Kind.SAVED, 0, 0, -1, -1 if op == Op.FREE else 1 - rank))
+        for rank in (0, 1)
+        for op in (Op.RECV, Op.SEND, Op.FREE)
+    ]
+    with pytest.raises(RefusedFile, match=r"RECV.*cycle with line \d+: rank 1: .*RECV.*rule 4"):
+        check(with_rows(program, new))
