@@ -21,7 +21,7 @@ from schedgen.ir.stage_graph import StageGraph, chain
 from schedgen.planner.layer_profile import Layers
 from schedgen.planner.order_search.ways import Way
 from schedgen.planner.partition import partition, prefixes
-from schedgen.planner.stage_costs import StageCosts, balanced, smallest, stage_costs
+from schedgen.planner.stage_costs import StageCosts, balanced, for_speeds, smallest, stage_costs
 from schedgen.schemes import load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.simulator.network import Links
@@ -69,7 +69,8 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Every candidate on all workers, with each way of its forwards; to the host only if its link is known.
 
-    With a limit of `memory` bytes a worker, layers are also gathered so that the largest stage needs few bytes.
+    With a limit of `memory` bytes a worker, layers are also gathered so that the largest stage needs few bytes, and
+    where devices differ so that slow ones have few.
     """
     count, most = len(layers.names), workers * CHUNKS[-1]
     by_stages = balanced(layers, bandwidth, count if count <= max(most, STAGES[-1]) else most)
@@ -81,6 +82,7 @@ def candidates(
     tried = range(1, min(most, len(by_stages)) + 1), count if len(by_stages) == count else 0
     links = Links(layers.machine.network, workers)
     hosts = links.group[0] if links.is_uneven else None
+    speeds = layers.machine.network.by_rank(layers.machine.network.speed, workers)
     for name, sizes, replicas in _pipelines(workers, microbatches, hosts, *tried):
         for interleave in (False, True) if hosts is not None and sizes.replicas and name != "fsdp" else (False,):
             try:
@@ -88,7 +90,12 @@ def candidates(
             except UsageError:  # such as interleaving where stages do not go round the workers in equal rounds
                 continue
             alone = sizes._replace(replicas=None)  # else a search would also begin with other schemes' orders
-            gathered, is_tied = by_stages[sizes.stages - 1], any(each.tied for each in by_stages[sizes.stages - 1])
+            gathered = by_stages[sizes.stages - 1]
+            if (speeds != speeds[0]).any():  # a stage has as many layers as the slowest of its workers allows
+                slowest = speeds[place_jobs(scheme, sizes.stages, microbatches, 2)[1][F, ..., 0]].min(axis=1)
+                costs = for_speeds(layers, slowest, bandwidth)
+                gathered = [*gathered, *[costs] * all(costs.layer_counts != each.layer_counts for each in gathered)]
+            is_tied = any(each.tied for each in gathered)
             has_owners = sizes.replicas is not None or (replicas > 1 and name in ("lpp", "ddp"))
             on_a_host = interleave or (hosts is not None and workers // replicas < np.bincount(hosts).max())
             sums = TWO_LEVEL if hosts is not None and has_owners and on_a_host and not is_tied else ALLREDUCE

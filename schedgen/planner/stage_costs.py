@@ -20,7 +20,7 @@ from schedgen.ir.stage_graph import StageGraph, chain
 from schedgen.planner.layer_profile import Edge, Layers, listed, parse_json
 from schedgen.planner.partition import prefixes, unreplicated
 from schedgen.simulator.machine import Machine, by_direction, parse_profile, workspaces
-from schedgen.util.arrays import Floats
+from schedgen.util.arrays import Floats, Ints
 from schedgen.util.errors import UsageError
 from schedgen.util.files import AnyPath, display_name, read_json, read_text
 
@@ -90,6 +90,21 @@ def balanced(layers: Layers, bandwidth: float, most: int) -> list[list[StageCost
     ways = [unreplicated(cuts, math.inf, most), unreplicated(cuts, bandwidth, most)]
     distinct = [dict.fromkeys(partition.ends for partition in partitions) for partitions in zip(*ways, strict=True)]
     return [[stage_costs(layers, ends, bandwidth) for ends in of_count] for of_count in distinct]
+
+
+def for_speeds(layers: Layers, speeds: Floats, bandwidth: float) -> StageCosts:
+    """The costs of the cut with the fastest slowest stage on workers of these speeds, by stage."""
+    cuts = prefixes(layers)
+    seconds = cuts.seconds - cuts.seconds[:, None]  # from the first cut to the second
+    seconds[np.tril_indices(len(seconds))] = math.inf
+    slowest, begins = seconds[0] / speeds[0], list[Ints]()  # by cut that ends the stages so far
+    for speed in speeds[1:]:
+        ways = np.maximum(slowest[:, None], seconds / speed)
+        slowest, begins = ways.min(axis=0), [*begins, ways.argmin(axis=0)]
+    ends = [len(seconds) - 1]
+    for begin in reversed(begins):
+        ends.append(int(begin[ends[-1]]))
+    return stage_costs(layers, [int(cuts.end[cut]) for cut in reversed(ends)], bandwidth)
 
 
 def smallest(layers: Layers, bandwidth: float, most: int) -> list[StageCosts]:

@@ -25,7 +25,7 @@ from schedgen.planner.stage_costs import stage_costs
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.network import topology
+from schedgen.simulator.network import Network, topology
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
@@ -284,6 +284,13 @@ def test_between_hosts_gradients_are_summed_inside_them_first():
     costs = stage_costs(layers, tuple(itertools.accumulate(first.front[0].layers)), 1e9)
     slower = simulate(whole, costs.with_halves, costs.machine.on(network)).end.max()
     assert first.front[0].step_time < 0.8 * slower
+
+
+def test_a_slow_device_has_fewer_layers():
+    layers = model()._replace(times={"F": np.full(8, 1e-3), "B": np.full(8, 2e-3)})
+    network = Network(Machine(beta=1e-9).network.levels, (1.0, 0.5))
+    first = plan(layers, 2, 8, network=network, schemes=["1f1b"]).front[0]
+    assert first.layers in ((5, 3), (6, 2)) and first.step_time < 0.85 * 8 * 4 * 3e-3 / 0.5  # of equal stages
 
 
 def test_processes_find_the_same_plan(monkeypatch):
