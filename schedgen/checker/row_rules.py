@@ -1,6 +1,7 @@
 """The rules that look at rows and the buffers that they name.
 
-1     every job exactly once, on the worker w names, no FWD after its RECOMPUTE; forwards alone train nothing
+1     every job exactly once, on the worker w names, no FWD after its RECOMPUTE; forwards alone train nothing; what a
+      forward saves is copied to the host by its own rank alone, and not lent once BWD_I has freed a part
 2, 7  every buffer is defined before it is used and ended once, as found by `analysis.lifetimes`
 8     the saved forwards alive at once are within the header's limit
 3, 6  messages and collectives, each entered by all who take part in it
@@ -48,8 +49,9 @@ def rule_1(proof: Proof) -> None:
     if split:
         for s, b in np.argwhere(compute[W] != compute[B])[:1]:
             proof.refuse_rank(1, int(compute[W, s, b]), f"W({s}, {b}) is not on the worker of I({s}, {b})")
-        half = proof.program.job_rows(Op.BWD_I)[proof.stage[leaves], proof.mb[leaves]]
-        late = leaves[~is_lent & (proof.op[leaves] == Op.SEND) & (0 <= half) & (half < leaves)]
+        lends = leaves[~is_lent & (proof.op[leaves] == Op.SEND)]
+        half = proof.program.job_rows(Op.BWD_I)[proof.stage[lends], proof.mb[lends]]
+        late = lends[(0 <= half) & (half < lends)]
         proof.refuse_any(1, late, "BWD_I has freed a part of this: it is lent before, or not at all")
 
 

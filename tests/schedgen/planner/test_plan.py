@@ -25,12 +25,13 @@ from schedgen.planner.stage_costs import stage_costs
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Sizes
 from schedgen.simulator.machine import Machine
-from schedgen.simulator.network import Network, topology
+from schedgen.simulator.network import HostLink, Network, topology
 from schedgen.simulator.simulate import simulate
 from schedgen.util.errors import UsageError
 from schedgen.util.jit import compiled_always
 
 VGG16 = Path(__file__).parents[2] / "data" / "vgg16.txt"
+UNEVEN = topology(2, 2, (5e-6, 1e-5), (1 / 9e9, 1 / 1e9))._replace(speed=(1, 1, 0.6, 1), host=HostLink(1e-5, 1e-10))
 
 
 def model(count=8, split=False):
@@ -62,7 +63,7 @@ def test_every_scheme_is_tried_but_those_that_another_one_is(every):
         assert {2, 1 if name != "lpp" else 4} <= {c.replicas for c in every if c.name in (name, "ddp")}
 
 
-@pytest.mark.parametrize("hosts", [None, topology(2, 2, (5e-6, 1e-5), (1 / 9e9, 1 / 1e9))])
+@pytest.mark.parametrize("hosts", [None, UNEVEN])
 def test_no_schedule_is_faster_or_smaller_than_the_bound_that_may_leave_it_out(every, hosts, monkeypatch):
     tight, layers = 0, model()
     every = every if hosts is None else candidates(layers._replace(machine=layers.machine.on(hosts)), 4, 1e9, 8)
@@ -73,7 +74,9 @@ def test_no_schedule_is_faster_or_smaller_than_the_bound_that_may_leave_it_out(e
             for row, _ in (found := plan_module._simulated(number, candidate.sums)):
                 assert bound.seconds <= row.step_time and bound.bytes <= row.peak_bytes, candidate
                 tight += bound.seconds > 0.7 * row.step_time
-            assert found or candidate.name in ("zb-v", "v-half", "v-min"), candidate  # whose caps may block
+            assert (
+                found or candidate.way == 2 or candidate.name in ("zb-v", "v-half", "v-min")
+            )  # caps, or no job between
     assert tight > 5  # else it would prune nothing
 
 
