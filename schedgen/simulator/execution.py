@@ -24,7 +24,7 @@ import numpy as np
 
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
-from schedgen.simulator.link_queues import Queues, new_queues, put_last, queue, take_turn
+from schedgen.simulator.link_queues import Queues, begin, new_queues, take_turn
 from schedgen.simulator.network import Paths, Sums
 from schedgen.simulator.timeline import CAUSES, OFFLOAD_CAUSE, REDUCTION, SEND_CAUSE
 from schedgen.util.arrays import Ints, Numbers, Small, Times
@@ -146,14 +146,12 @@ def execute(
                 message = waiting_at[link]
                 if free_at[link] <= now:
                     waiting_at[link] = next_waiting[message]
-                    busy = take_turn(message, now, paths, queues)
-                    if busy >= 0:
-                        queue(message, busy, queues, tree)
-                    elif message < rows:
-                        arrival[message] = now + lasts[message]
-                        _wake(asleep, next_asleep, message, tree, leaves + links, now)
-                    else:
-                        _sum_part(message, now, paths, sums, run)
+                    if take_turn(message, now, paths, queues, tree):
+                        if message < rows:
+                            arrival[message] = now + lasts[message]
+                            _wake(asleep, next_asleep, message, tree, leaves + links, now)
+                        else:
+                            _sum_part(message, now, paths, sums, run)
                     message = waiting_at[link]
                 is_next = message >= 0 and free_at[link] <= now
                 set_leaf(freed, len(freed) // 2 + link, order[message] if is_next else np.inf)
@@ -201,11 +199,7 @@ def execute(
                     if end > parts:
                         unknown_sums[0] += 1
                     for part in range(parts, end):
-                        put_last(rows + part, queues)
-                        busy = take_turn(rows + part, now, paths, queues)
-                        if busy >= 0:
-                            queue(rows + part, busy, queues, tree)
-                        else:
+                        if begin(rows + part, now, paths, queues, tree):
                             _sum_part(rows + part, now, paths, sums, run)
                     if end == parts:  # NORM, or a sum that occupies no link
                         if o == Op.ALLREDUCE:
@@ -253,14 +247,9 @@ def execute(
                 if arrival[send] < 0 and free and starts:
                     arrival[send] = start[send]
                     _wake(asleep, next_asleep, send, tree, leaves + links, arrival[send])
-                elif arrival[send] < 0 and met and not free:
-                    put_last(send, queues)
-                    busy = take_turn(send, now, paths, queues)
-                    if busy >= 0:
-                        queue(send, busy, queues, tree)
-                    else:
-                        arrival[send] = now + lasts[send]
-                        _wake(asleep, next_asleep, send, tree, leaves + links, now)
+                elif arrival[send] < 0 and met and not free and begin(send, now, paths, queues, tree):
+                    arrival[send] = now + lasts[send]
+                    _wake(asleep, next_asleep, send, tree, leaves + links, now)
             if clock[r] > now:
                 again = clock[r]
                 break

@@ -2,7 +2,7 @@
 
 A ready message starts if all links of its path are free. Else it waits at the last of them to become free; messages
 wait there in the order in which they were ready. A message of several turns occupies its path for one of them, and is
-then the last that was ready.
+then the last that was ready; after its last turn the next message of the same path is.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ class Queues(NamedTuple):
     # By message.
     order: Numbers  # in which they were ready, or had their last turn
     turns_left: Small
+    behind: Ints  # the next message of the same path, which begins when this one has no turns left; -1: none
     next_waiting: Ints  # the next message that waits at the same link; -1: none
     # By link.
     free_at: Times
     waiting: Ints  # the first message that waits; -1: none
     last_waiting: Ints
+    latest: Ints  # by path of several turns, as numbered by `Paths.path`: the last message that was ready; -1: none
 
 
 def new_queues(paths: Paths, links: int) -> Queues:
@@ -40,10 +42,12 @@ def new_queues(paths: Paths, links: int) -> Queues:
         ready=np.zeros(1, np.int64),
         order=np.zeros(messages, np.int64),
         turns_left=paths.turns.copy(),
+        behind=np.full(messages, -1, np.int32),
         next_waiting=np.full(messages, -1, np.int32),
         free_at=np.zeros(links),
         waiting=np.full(links, -1, np.int32),
         last_waiting=np.full(links, -1, np.int32),
+        latest=np.full(int(paths.path.max(initial=-1)) + 1, -1, np.int32),
     )
 
 
@@ -52,31 +56,6 @@ def put_last(message: int, queues: Queues) -> None:
     """The message is ready, behind all that are."""
     queues.order[message] = queues.ready[0]
     queues.ready[0] += 1
-
-
-@kernel
-def take_turn(message: int, now: float, paths: Paths, queues: Queues) -> int:
-    """Start a message, or its next turn, if its path is free.
-
-    Returns the link where it waits, for this turn or for the next one; -1: the last has started.
-    """
-    begin, end, turns, left = paths.first[message], paths.first[message + 1], paths.turns[message], queues.turns_left
-    busy, free_at, link = -1, queues.free_at, paths.link
-    for k in range(begin, end):
-        if free_at[link[k]] > now and (busy < 0 or free_at[link[k]] >= free_at[busy]):
-            busy = int(link[k])
-    if busy >= 0:
-        return busy
-    for k in range(begin, end):
-        free_at[link[k]] = now + paths.hold[k]
-    if turns == 1:
-        return -1
-    queues.turn[paths.first_turn[message] + turns - left[message]] = now
-    left[message] -= 1
-    if left[message] == 0:
-        return -1
-    put_last(message, queues)
-    return int(link[end - 1])  # of a card: the others will be free
 
 
 @kernel
@@ -100,3 +79,40 @@ def queue(message: int, link: int, queues: Queues, tree: Times) -> None:
                 before = following[before]
             following[message] = following[before]
         following[before] = message
+
+
+@kernel
+def take_turn(message: int, now: float, paths: Paths, queues: Queues, tree: Times) -> bool:
+    """Start a message, or its next turn, if its path is free; else it waits. Returns whether its last turn starts."""
+    begin, end, turns, left = paths.first[message], paths.first[message + 1], paths.turns[message], queues.turns_left
+    busy, free_at, link = -1, queues.free_at, paths.link
+    for k in range(begin, end):
+        if free_at[link[k]] > now and (busy < 0 or free_at[link[k]] >= free_at[busy]):
+            busy = int(link[k])
+    if busy >= 0:
+        queue(message, busy, queues, tree)
+        return False
+    for k in range(begin, end):
+        free_at[link[k]] = now + paths.hold[k]
+    if turns == 1:
+        return True
+    queues.turn[paths.first_turn[message] + turns - left[message]] = now
+    left[message] -= 1
+    following = message if left[message] else queues.behind[message]
+    if following >= 0:
+        put_last(following, queues)
+        queue(following, int(link[end - 1]), queues, tree)  # at a card: the others will be free
+    return bool(left[message] == 0)
+
+
+@kernel
+def begin(message: int, now: float, paths: Paths, queues: Queues, tree: Times) -> bool:
+    """Start a message that is ready, as `take_turn`, unless it has to wait for another of its path."""
+    if paths.turns[message] > 1:
+        before = queues.latest[paths.path[message]]
+        queues.latest[paths.path[message]] = message
+        if before >= 0 and queues.turns_left[before]:
+            queues.behind[before] = message
+            return False
+    put_last(message, queues)
+    return take_turn(message, now, paths, queues, tree)

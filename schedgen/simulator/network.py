@@ -161,6 +161,7 @@ class Paths(NamedTuple):
     hold: Times
     turns: Small = np.ones(0, np.int8)  # by message: a power of two
     first_turn: Numbers = np.zeros(0, np.int64)  # by message: of those with several, which are numbered
+    path: Ints = np.zeros(0, np.int32)  # by message: of those with several turns, which links they occupy, as a number
 
     def from_last_turn(self, lasts: Times) -> Times:
         """How long rows take; of messages, from the beginning of their last turn."""
@@ -277,7 +278,10 @@ class Links:
         turns = np.exp2(np.ceil(np.log2(np.maximum(TURNS * on_card / most, 1.0)))).astype(np.int8)
         hold = np.where(turns > 1, longest / turns, 0.0)[message]
         first_turn = np.cumsum(np.where(turns > 1, turns, 0)) - turns
-        return Paths(paths.first, paths.link, np.where(hold > 0, hold, paths.hold), turns, first_turn)
+        begin, path = paths.first[:-1][turns > 1], np.full(len(count), -1, np.int32)
+        ends = np.stack([paths.link[begin], paths.link[begin + (count[turns > 1] > 1)]])  # these tell the others
+        path[turns > 1] = np.unique(ends, axis=1, return_inverse=True)[1].ravel()
+        return Paths(paths.first, paths.link, np.where(hold > 0, hold, paths.hold), turns, first_turn, path)
 
     def sum_of(self, members: Sequence[int]) -> SumOfAByte:
         """What a sum of one byte over these ranks occupies.

@@ -6,8 +6,9 @@
    sender's link out, its receiver's link in, the cards between; and it starts when all of them are free. Of the ready
    messages whose path is free the one that was ready first starts. So a busy receiver holds up no other message of its
    sender. Connections share a card: what crosses one does so in turns, each at most 1/8 as long as the longest message
-   that does, and waits for the next behind all that are ready. FREE and STEP wait until all messages of their buffer
-   have arrived. OFFLOAD and RELOAD are messages to and from the host, which are ready at once.
+   that does, and waits for the next behind all that are ready. Those of one path cross it one after another. FREE and
+   STEP wait until all messages of their buffer have arrived. OFFLOAD and RELOAD are messages to and from the host,
+   which are ready at once.
 3. An ALLREDUCE is ready when all members have reached it. It is the messages that the runtime sends, gathered into one
    part for each link and card: of the bytes that cross it, each in the queue of that link. It is done when its last
    part is, and two latencies later: the parts are sent, and then the totals. NORM waits for all ranks and all sums, and

@@ -82,7 +82,7 @@ def simulate(program, cost, machine):
     sums = [Sum(int(members)) for members in waits.members]
     at, clock = program.bounds[:-1].tolist(), [0.0] * header.workers
     reached, start, arrival = set(), np.zeros(len(program)), {}
-    free_at, waiting, now, norm = defaultdict(float), [], 0.0, []
+    free_at, waiting, behind, now, norm = defaultdict(float), [], defaultdict(list), 0.0, []
 
     def of_message(send):
         return path(network, int(table.rank[send]), int(table.to[send]), bytes[send])
@@ -99,6 +99,14 @@ def simulate(program, cost, machine):
     sums_of = [{link: time} for row in program.rows_of(Op.ALLREDUCE) for link, time in of_sum(row).items()]
     longest = max(map(on_card, [*map(of_message, partner), *sums_of]), default=0.0)
 
+    def join(message):
+        """A ready message waits for its path or, if it has turns, behind the one of the same path that has some."""
+        if message.turns > 1:
+            behind[tuple(message.links)].append(message)
+        if message.turns == 1 or len(behind[tuple(message.links)]) == 1:
+            waiting.append(message)
+        offer()
+
     def offer():
         for message in [*waiting]:
             if all(free_at[link] <= now for link in message.links):
@@ -109,6 +117,9 @@ def simulate(program, cost, machine):
                 if message.turns:
                     waiting.append(message)
                     continue
+                if message in (same := behind[tuple(message.links)]):
+                    same.remove(message)
+                    waiting.extend(same[:1])
                 end = now + max(message.links.values(), default=0.0) + message.alpha
                 if message.collective is None:
                     arrival[message.row] = end
@@ -147,8 +158,7 @@ def simulate(program, cost, machine):
         cards = sorted((link for link in links if len(link) == 3), key=lambda link: (link[1], order[link[0]], link[2]))
         ranks = [(side, a) for side in ("out", "in") for a in members]
         for link in [*(link for link in ranks if link in links), *cards]:
-            waiting.append(Message({link: links[link]}, collective=of, longest=longest))
-            offer()
+            join(Message({link: links[link]}, collective=of, longest=longest))
 
     def ready(row, rank):
         """When a rank can start the row; inf: not known yet."""
@@ -185,8 +195,7 @@ def simulate(program, cost, machine):
         if table.op[row] in COPIES:
             host, size = network.host, bytes[row]
             links = {("host", table.op[row], rank // host.devices): host.beta * size} if host.beta * size else {}
-            waiting.append(Message(links, host.alpha if size else 0.0, row=row))
-            offer()
+            join(Message(links, host.alpha if size else 0.0, row=row))
         send = row if row in partner else sender.get(row)
         if send is not None:
             done = [start_of < at[r] for start_of, r in ((send, table.rank[send]), (partner[send], table.to[send]))]
@@ -194,8 +203,7 @@ def simulate(program, cost, machine):
                 size = bytes[send]
                 source, to = int(table.rank[send]), int(table.to[send])
                 alpha = float(network.levels[level_of(network, source, to)].latency(np.array(size))) if size else 0.0
-                waiting.append(Message(of_message(send), alpha, row=send, longest=longest))
-                offer()
+                join(Message(of_message(send), alpha, row=send, longest=longest))
         return True
 
     while True:

@@ -103,9 +103,15 @@ def test_a_host_s_card_is_shared():
     assert used.start.min() == 3 and busy.tolist() == [60] * 8 + [120] * 4
 
 
-def test_messages_share_a_card_in_turns():
-    """Two messages of 8 that cross a card end after 14, since the first has two turns at first, and after 16."""
-    scheme = Scheme("pairs", 4, lambda s, b, d: (2 * s + b, 2 * s + b), lambda s, b, d: 2 * b + d, "pairs", "greedy")
+@pytest.mark.parametrize(("workers", "ends"), [([0, 1, 2, 3], [15, 17]), ([0, 0, 2, 2], [9, 17])])
+def test_messages_share_a_card_in_turns(workers, ends):
+    """Two messages of 8 cross a card. From two ranks, the first has two turns at first; from one, all of its turns."""
+
+    def w(s, b, d):
+        at = np.take(workers, 2 * s + b)
+        return at, at
+
+    scheme = Scheme("pairs", 4, w, lambda s, b, d: 2 * b + d, "pairs", "greedy")
     program = compile(scheme, Sizes(2, 2, 4), Options(forward=True))
     run = simulate(program, {"F": 1}, Machine(activation=8).on(topology(2, 2, [0], [0, 1])))
-    assert sorted(run.arrival[program.rows_of(Op.SEND)]) == [1 + 14, 1 + 16]
+    assert sorted(run.arrival[program.rows_of(Op.SEND)]) == ends
