@@ -98,7 +98,8 @@ def on_links(
         raise UsageError("bandwidth should be above 0 bytes a second, and left out beside a network")
     machine = layers.machine.on(network) if network else layers.machine
     if bandwidth:
-        machine = machine.on(machine.network.with_links(1 / bandwidth))
+        levels = tuple(level._replace(beta=1 / bandwidth, card=0.0) for level in machine.network.levels)
+        machine = machine.on(machine.network._replace(levels=levels))
     machine.network.check(workers)
     beta = machine.network.slowest(workers)
     if bandwidth is None and not beta and workers > 1:

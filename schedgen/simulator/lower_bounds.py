@@ -113,9 +113,7 @@ def order_bound(
     return max(longest, _ends(compute, way, lengths, own_window, takes, capacity))
 
 
-def _ends(
-    compute: Ints, way: Times, lengths: Times, own_window: bool, takes: Floats, capacity: Floats
-) -> float:  # fmt: skip
+def _ends(compute: Ints, way: Times, lengths: Times, own_window: bool, takes: Floats, capacity: Floats) -> float:
     """The largest `memory_bound` of all workers; arguments as in `order_bound`; `way`: the longest paths."""
     longest, seen = 0.0, set()
     placed = compute.reshape(len(way), -1)
@@ -140,9 +138,8 @@ def _ends(
 
 
 def _worker_jobs(
-    here: Flags, own: Numbers, stages: int, way: Times, lengths: Times,
-    takes: Floats, own_window: bool,
-) -> WorkerJobs:  # fmt: skip
+    here: Flags, own: Numbers, stages: int, way: Times, lengths: Times, takes: Floats, own_window: bool
+) -> WorkerJobs:
     """The jobs of a worker. `own`: the nodes of which it has jobs; `here`: for each, which microbatches it has."""
     among, length = way[np.ix_(own, own)], lengths[own]
     waits = (among > -np.inf) & (here[:, None] == here).all(axis=2)  # waits[k, j]: job j waits for job k of this worker

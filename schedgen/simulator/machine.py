@@ -94,12 +94,11 @@ def parse_profile(
     `PROFILE_KEYS`.
 
     Times and bytes are numbers, or lists by stage (per_consumer: by edge, tied: by tie); workspace and overhead may be
-    objects that have these for some of F, B, I, W; machine has what a
-    machine file has. Where the schedule of `header` has slices, lists may be by stage of
-    the model. `edges` ascend. `ties`: how many there are, if there is no `header`; tied is left out if there are none.
-    Bytes are rounded up to whole numbers.
-    Raises RefusedFile if it is not such an object, or values do not fit; `counted` begins the error's clause on
-    the number of stages or edges.
+    objects that have these for some of F, B, I, W; machine has what a machine file has. Where the schedule of `header`
+    has slices, lists may be by stage of the model. `edges` ascend. `ties`: how many there are, if there is no `header`;
+    tied is left out if there are none. Bytes are rounded up to whole numbers.
+    RefusedFile if it is not such an object, or values do not fit; `counted` begins its clause on the number of stages
+    or edges.
     """
     values = read_json(from_version_1(text), name)
     given = {*values} if isinstance(values, dict) else set()

@@ -110,10 +110,6 @@ class Network(NamedTuple):
         used = links.level(np.arange(workers), np.zeros(workers, np.int64)).max() + 1
         return max(max(level.beta, level.card) for level in self.levels[:used])
 
-    def with_links(self, beta: float) -> Network:
-        """The network with this time per byte for all messages, and no cards."""
-        return self._replace(levels=tuple(level._replace(beta=beta, card=0.0) for level in self.levels))
-
     def slowed(self, times: Sequence[tuple[int, float]], workers: int) -> Network:
         """The network with ranks that take so many times as long; UsageError if there is no such rank."""
         speed = self.by_rank(self.speed, workers)

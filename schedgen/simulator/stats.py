@@ -164,12 +164,9 @@ def _most_versions(program: Program) -> Numbers:
 
 def _staleness(program: Program) -> Numbers:
     """By stage: the most updates between the weights a gradient was computed with and those that it changes."""
-    header, table = program.header, program.rows
-    forwards = program.rows_of(Op.FWD)
-    stage = table.stage[forwards]
-    late = table.mb[forwards] // np.array(header.weight_versions.rounds)[stage] - table.version[forwards]
+    header, rows = program.header, program.rows.take(program.rows_of(Op.FWD))
     most = np.zeros(header.stages, np.int64)
-    np.maximum.at(most, stage, late)
+    np.maximum.at(most, rows.stage, rows.mb // np.array(header.weight_versions.rounds)[rows.stage] - rows.version)
     return most
 
 
