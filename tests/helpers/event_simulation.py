@@ -101,9 +101,9 @@ def simulate(program, cost, machine):
 
     def join(message):
         """A ready message waits for its path or, if it has turns, behind the one of the same path that has some."""
-        if message.turns > 1:
-            behind[tuple(message.links)].append(message)
-        if message.turns == 1 or len(behind[tuple(message.links)]) == 1:
+        same = behind[tuple(message.links)] if message.turns > 1 else []
+        same.append(message)
+        if same[0] is message:
             waiting.append(message)
         offer()
 
@@ -224,10 +224,7 @@ def simulate(program, cost, machine):
 
 def act_all(act, rank):
     """Let a rank act as long as it can; whether it did."""
-    acted = False
-    while act(rank):
-        acted = True
-    return acted
+    return sum(iter(lambda: act(rank), False)) > 0
 
 
 def exchange(network, members):

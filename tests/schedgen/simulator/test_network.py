@@ -75,16 +75,14 @@ def test_an_idle_link_takes_the_message_whose_path_is_free():
     )  # fmt: skip
     program = compile(scheme, Sizes(4, 1, 4), Options(forward=True))
     run = simulate(program, {"F": [2, 1, 1, 1]}, Machine(beta=1, activation=[1, 10, 1, 1]))
-    sends = program.rows_of(Op.SEND)
-    assert run.arrival[sends[(program.rows.to[sends] == 2) & (program.rows.stage[sends] == 0)]] == 2 + 1
+    assert run.arrival[program.is_one_of(Op.SEND) & (program.rows.to == 2) & (program.rows.stage == 0)] == 2 + 1
 
 
 def test_devices_differ():
     """The fast one of two workers, of speeds 1 and 1/2, takes two of three microbatches: neither waits."""
     scheme = Scheme("uneven", 2, lambda s, b, d: (b // 2, b // 2), lambda s, b, d: 2 * b + d, "uneven", "strict")
-    program = compile(scheme, Sizes(1, 3, 2))
-    network = Network((Level("host", 0, 0.0, 0.0),), (1.0, 0.5))
-    assert simulate(program, {"F": 4, "B": 8}, Machine().on(network)).latency == 24
+    machine = Machine().on(Network((Level("host", 0, 0.0, 0.0),), (1.0, 0.5)))
+    assert simulate(compile(scheme, Sizes(1, 3, 2)), {"F": 4, "B": 8}, machine).latency == 24
 
 
 def test_a_host_s_card_is_shared():
@@ -106,12 +104,8 @@ def test_a_host_s_card_is_shared():
 @pytest.mark.parametrize(("workers", "ends"), [([0, 1, 2, 3], [15, 17]), ([0, 0, 2, 2], [9, 17])])
 def test_messages_share_a_card_in_turns(workers, ends):
     """Two messages of 8 cross a card. From two ranks, the first has two turns at first; from one, all of its turns."""
-
-    def w(s, b, d):
-        at = np.take(workers, 2 * s + b)
-        return at, at
-
-    scheme = Scheme("pairs", 4, w, lambda s, b, d: 2 * b + d, "pairs", "greedy")
+    place, order = lambda s, b, d: (np.take(workers, 2 * s + b),) * 2, lambda s, b, d: 2 * b + d
+    scheme = Scheme("pairs", 4, place, order, "pairs", "greedy")
     program = compile(scheme, Sizes(2, 2, 4), Options(forward=True))
     run = simulate(program, {"F": 1}, Machine(activation=8).on(topology(2, 2, [0], [0, 1])))
     assert sorted(run.arrival[program.rows_of(Op.SEND)]) == ends
