@@ -94,6 +94,8 @@ def take_turn(message: int, now: float, paths: Paths, queues: Queues, tree: Time
         return False
     for k in range(begin, end):
         free_at[link[k]] = now + paths.hold[k]
+        if busy < 0 or free_at[link[k]] >= free_at[busy]:
+            busy = int(link[k])
     if turns == 1:
         return True
     queues.turn[paths.first_turn[message] + turns - left[message]] = now
@@ -101,7 +103,7 @@ def take_turn(message: int, now: float, paths: Paths, queues: Queues, tree: Time
     following = message if left[message] else queues.behind[message]
     if following >= 0:
         put_last(following, queues)
-        queue(following, int(link[end - 1]), queues, tree)  # at a card: the others will be free
+        queue(following, busy, queues, tree)
     return bool(left[message] == 0)
 
 

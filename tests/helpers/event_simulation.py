@@ -55,8 +55,7 @@ class Message:
         self.links, self.alpha, self.collective, self.row, self.turns = links, alpha, collective, row, 1
         while on_card(links) / self.turns > longest / 8:
             self.turns *= 2
-        if self.turns > 1:
-            self.links = dict.fromkeys(links, on_card(links) / self.turns)
+        self.links = {link: time / self.turns for link, time in links.items()}
 
 
 class Sum:

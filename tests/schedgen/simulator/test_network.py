@@ -101,11 +101,15 @@ def test_a_host_s_card_is_shared():
     assert used.start.min() == 3 and busy.tolist() == [60] * 8 + [120] * 4
 
 
-@pytest.mark.parametrize(("workers", "ends"), [([0, 1, 2, 3], [15, 17]), ([0, 0, 2, 2], [9, 17])])
-def test_messages_share_a_card_in_turns(workers, ends):
-    """Two messages of 8 cross a card. From two ranks, the first has two turns at first; from one, all of its turns."""
+@pytest.mark.parametrize(
+    ("workers", "card", "ends"),
+    [([0, 1, 2, 3], 1, [15, 17]), ([0, 0, 2, 2], 1, [9, 17]), ([0, 1, 2, 3], 1 / 8, [9, 9.125])],
+)
+def test_messages_share_a_card_in_turns(workers, card, ends):
+    """Of two ranks, two messages of 8 share a card from when both are ready; of one they do not. A fast one is free."""
     place, order = lambda s, b, d: (np.take(workers, 2 * s + b),) * 2, lambda s, b, d: 2 * b + d
     scheme = Scheme("pairs", 4, place, order, "pairs", "greedy")
     program = compile(scheme, Sizes(2, 2, 4), Options(forward=True))
-    run = simulate(program, {"F": 1}, Machine(activation=8).on(topology(2, 2, [0], [0, 1])))
+    network = Network((Level("host", 2, 0, 0), Level("network", 0, 0, 1, card)))
+    run = simulate(program, {"F": 1}, Machine(activation=8).on(network))
     assert sorted(run.arrival[program.rows_of(Op.SEND)]) == ends
