@@ -78,7 +78,7 @@ def load_file(path: Path, sizes: Sizes, tensor: int) -> Scheme:
 
 
 def _executed(path: Path) -> ModuleType:
-    """Execute the file and return it as a module; no bytecode is written for it."""
+    """Execute the file, which may import others of its folder, and return it as a module; it leaves no bytecode."""
     if not path.exists():
         raise UsageError(f"there is no file {path}")
     spec = importlib.util.spec_from_file_location(f"schedgen_scheme_{os.path.realpath(path)}", path)
@@ -86,6 +86,7 @@ def _executed(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     sys.modules[spec.name] = module  # dataclasses look up their module there
+    sys.path.insert(0, folder := str(path.resolve().parent))
     try:
         _aside(spec.loader.exec_module)(module)
     except (Exception, SystemExit) as error:
@@ -93,6 +94,7 @@ def _executed(path: Path) -> ModuleType:
         raise UsageError(f"{path} cannot be loaded: {raised(error)}") from None
     finally:
         sys.dont_write_bytecode = writes
+        sys.path.remove(folder)
     return module
 
 

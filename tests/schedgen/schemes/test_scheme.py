@@ -62,11 +62,7 @@ WRONG = {
     "w: never returns": (w("return w(s, b, d)"), [], "raised RecursionError"),
     "w: exits": (w("raise SystemExit(3)"), [], "schedgen: w"),
     "w: too few arguments": ("def w(s): return s, s\n", [], "w(s=0, b=0, d=F) raised TypeError"),
-    "w: W on another worker than I": (
-        w("return 0 * s, 0 * s + (d == 2)") + "split = True\n",
-        [],
-        "W(0, 0)",
-    ),
+    "w: W on another worker than I": (w("return 0 * s, 0 * s + (d == 2)") + "split = True\n", [], "W(0, 0)"),
     "n: NaN": (n("return float('nan')"), [], "finite numbers, not nan"),
     "n: NaN for one job": (
         n("return float('nan') if (int(s), b, d) == (1, 2, 1) else b"),
@@ -348,3 +344,9 @@ def test_it_overwrites_nothing(run, refused, tmp_path):
     assert "nowhere" in refused(run("new", tmp_path / "nowhere" / "mine"), 1)
     for name in ("", ".py", "a\nb", "a b", 'a"', "a\\", "-a"):
         assert "the name should be letters" in refused(run("new", "--", name), 2)
+
+
+def test_a_file_imports_others_of_its_folder(run, tmp_path):
+    (tmp_path / "placed_elsewhere.py").write_text("def w(s, b, d):\n    return s + 0 * b, s + 0 * b\n")
+    (tmp_path / "own.py").write_text("from placed_elsewhere import w\n\n\ndef n(s, b, d):\n    return b\n")
+    assert run("compile", tmp_path / "own.py", "--stages", 2, "--microbatches", 2, "-o", tmp_path / "out").code == 0
