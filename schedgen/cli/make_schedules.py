@@ -201,8 +201,7 @@ def run_compare(options: CompareOptions) -> int:
         if name.endswith(".csv") and list_in(name).has_messages:
             note(f"{name} is compared with the messages of schedgen compile in place of its own")
     if not comparison.rows:
-        reasons = "; ".join(f"{scheme.scheme}: {scheme.reason}" for scheme in comparison.left_out)
-        raise UsageError(f"no scheme fits: {reasons}")
+        raise UsageError(f"no scheme fits: {'; '.join({scheme.reason: None for scheme in comparison.left_out})}")
     as_json, as_text = comparison_as_json, comparison_as_text
     print(json.dumps(as_json(comparison), indent=1) if options.json else "\n".join(as_text(comparison)))
     return 0
@@ -216,16 +215,20 @@ def run_plan(options: PlanOptions) -> int:
     layers, workers = read_layers(options.profile, options.graph), options.workers
     network = options.network(layers.machine.network)
     given = options.bandwidth[0] if options.bandwidth and not network else None
-    layers, bandwidth = on_links(layers, workers, network, given)
-    memory = min(options.memory, layers.machine.network.least_memory(workers))
     if options.microbatches is None or options.partition_only:
+        layers, bandwidth = on_links(layers, workers, network, given)
+        if layers.machine.network.speed != 1:
+            note("--partition-only counts all devices as equally fast")
+        memory = min(options.memory, layers.machine.network.least_memory(workers))
         cuts = partition(prefixes(layers), workers, bandwidth, memory)
         numbers = plan_output.partition_as_json(layers, workers, bandwidth, cuts)
         lines = plan_output.partition_as_text(numbers)
     else:
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1  # elsewhere processes are not forked
-        schemes, budget = options.schemes, options.search
-        best = plan(layers, workers, options.microbatches, memory, schemes=schemes, budget=budget, processes=cores)
+        best = plan(
+            layers, workers, options.microbatches, options.memory, network=network, bandwidth=given,
+            schemes=options.schemes, budget=options.search, processes=cores,
+        )  # fmt: skip
         numbers, lines = plan_output.plan_as_json(best), plan_output.plan_as_text(best)
         if options.output:
             _write_checked(best.program, options.output)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,7 +77,7 @@ def candidates(
     count, most = len(layers.names), workers * CHUNKS[-1]
     by_stages = balanced(layers, bandwidth, count if count <= max(most, STAGES[-1]) else most)
     if math.isfinite(memory):
-        for ways, costs in zip(by_stages, smallest(layers, bandwidth, len(by_stages)), strict=False):
+        for ways, costs in zip(by_stages, smallest(layers, len(by_stages)), strict=False):
             if all(costs.layer_counts != other.layer_counts for other in ways):
                 ways.append(costs)
     allowed = [way for way in Way if way != Way.AWAY or layers.machine.network.host.is_known]
@@ -83,6 +85,7 @@ def candidates(
     links = Links(layers.machine.network, workers)
     hosts = links.group[0] if links.is_uneven else None
     speeds = layers.machine.network.by_rank(layers.machine.network.speed, workers)
+    of_speeds = cache(partial(for_speeds, layers))
     for name, sizes, replicas in _pipelines(workers, microbatches, hosts, *tried):
         for interleave in (False, True) if hosts is not None and sizes.replicas and name != "fsdp" else (False,):
             try:
@@ -92,19 +95,19 @@ def candidates(
             alone = sizes._replace(replicas=None)  # else a search would also begin with other schemes' orders
             gathered = by_stages[sizes.stages - 1]
             if (speeds != speeds[0]).any():  # a stage has as many layers as the slowest of its workers allows
-                slowest = speeds[place_jobs(scheme, sizes.stages, microbatches, 2)[1][F, ..., 0]].min(axis=1)
-                costs = for_speeds(layers, slowest, bandwidth)
+                slowest = speeds[place_jobs(scheme, sizes.stages, microbatches, 2)[1][F, ..., 0]].min(axis=1).tolist()
+                costs = of_speeds(tuple(slowest)) if len({*slowest}) > 1 else gathered[0]
                 gathered = [*gathered, *[costs] * all(costs.layer_counts != each.layer_counts for each in gathered)]
             is_tied = any(each.tied for each in gathered)
             has_owners = sizes.replicas is not None or (replicas > 1 and name in ("lpp", "ddp"))
             on_a_host = interleave or (hosts is not None and workers // replicas < np.bincount(hosts).max())
-            sums = TWO_LEVEL if hosts is not None and has_owners and on_a_host and not is_tied else ALLREDUCE
-            for way in allowed:
+            two_levels = hosts is not None and has_owners and on_a_host and not is_tied
+            for sums, way in product((TWO_LEVEL, ALLREDUCE)[not two_levels :], allowed):
                 yield Candidate(name, replicas, interleave, way, scheme, alone, gathered, sums)
     best = partition(prefixes(layers), workers, bandwidth)
     if len(best.stages) > 1 and microbatches >= max(best.replicas):
         sizes = Sizes(len(best.stages), microbatches, workers, replicas=best.replicas)
-        costs = stage_costs(layers, best.ends, bandwidth)
+        costs = stage_costs(layers, best.ends)
         for way in allowed:
             yield Candidate("1f1b-rr", best.replicas, False, way, load("1f1b-rr", sizes), sizes, [costs])
 

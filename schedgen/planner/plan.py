@@ -76,14 +76,13 @@ class _Entry(NamedTuple):
     candidate: Candidate
     costs: StageCosts
     program: Program | None = None  # if its order was searched
-    number: int = -1  # of the candidate, if it was not
 
 
 _Front = Sequence[_Entry]
 _Points = Sequence[tuple[float, int]]  # seconds and bytes of the entries of a front
 _Run = Callable[[Callable[..., Any], Sequence[tuple[Any, ...]]], list[Any]]
 
-BLOCK = 4  # candidates that are first held against one front, then 64, whatever the number of processes
+BLOCK = 4  # candidates that are first held against one front, then up to 64, whatever the number of processes
 SMALL = 2_000_000  # jobs of all candidates: with fewer, processes cost more than they save
 _tried: list[Candidate] = []  # which forked processes find here, since functions cannot be sent to them
 
@@ -172,22 +171,15 @@ def _front_of_all(
     """
     every: _Front = []
     simulated = 0
-
-    def simulate(tried: Sequence[tuple[int, str]]) -> None:
-        nonlocal every
-        points = [(entry.schedule.step_time, entry.schedule.peak_bytes) for entry in every]
-        for (k, sums), found in zip(tried, run(_simulated, [(*each, points) for each in tried]), strict=True):
-            candidate = _tried[k]._replace(sums=sums)
-            for schedule, cut in found:
-                every = _with(_Entry(schedule, candidate, candidate.costs[cut], number=k), every)
-
     ends = [*(BLOCK << k for k in range(4)), *range(64, len(order) + 64, 64)]
     for begin, end in over(pairwise([0, *ends]), "search", len(ends)):
         fit = [k for k in order[begin:end] if bounds[k].bytes <= memory]
         tried = [k for k in fit if not _beaten(*bounds[k], every)]
         simulated += len(tried)
-        simulate([(k, _tried[k].sums) for k in tried])
-    simulate([(entry.number, ALLREDUCE) for entry in every if entry.schedule.sums != ALLREDUCE])
+        points = [(entry.schedule.step_time, entry.schedule.peak_bytes) for entry in every]
+        for k, found in zip(tried, run(_simulated, [(k, points) for k in tried]), strict=True):
+            for schedule, cut in found:
+                every = _with(_Entry(schedule, _tried[k], _tried[k].costs[cut]), every)
     return every, simulated
 
 
@@ -222,13 +214,13 @@ def _beaten(seconds: float, bytes: float, front: _Front) -> bool:
     return any(entry.schedule.step_time <= seconds and entry.schedule.peak_bytes <= bytes for entry in front)
 
 
-def _simulated(number: int, sums: str, front: _Points = ()) -> list[tuple[PlannedSchedule, int]]:
-    """The candidate of this number with these sums, simulated with each of its stage costs for which no cap blocks it
-    and no point of the front is as good in both; and the numbers of these costs.
+def _simulated(number: int, front: _Points = ()) -> list[tuple[PlannedSchedule, int]]:
+    """The candidate of this number, simulated with each of its stage costs for which no cap blocks it and no point of
+    the front is as good in both; and the numbers of these costs.
 
     Cuts whose stages have the same graph have one program: only the header differs.
     """
-    candidate, found = _tried[number]._replace(sums=sums), list[tuple[PlannedSchedule, int]]()
+    candidate, found = _tried[number], list[tuple[PlannedSchedule, int]]()
     programs: dict[ModelGraph | None, Program | None] = {}
     for cut, costs in enumerate(candidate.costs):
         with suppress(UsageError):
@@ -247,9 +239,9 @@ def _timed(program: Program, candidate: Candidate, costs: StageCosts, front: _Po
     until = min((seconds for seconds, others in front if others <= bytes), default=math.inf)
     if (run := simulate_until(until, program, costs.with_halves, costs.machine)) is None:
         return None
-    ways = len(program.rows_of(Op.RECOMPUTE)), len(program.rows_of(Op.OFFLOAD))
-    where, seconds = (candidate.sizes.stages, candidate.replicas, candidate.interleave), float(run.end.max())
-    return PlannedSchedule(candidate.name, *where, *ways, costs.layer_counts, seconds, bytes, sums=candidate.sums)
+    redone, away = (int((program.job_rows(op) >= 0).sum()) for op in (Op.RECOMPUTE, Op.OFFLOAD))
+    where = candidate.sizes.stages, candidate.replicas, candidate.interleave, redone, away, costs.layer_counts
+    return PlannedSchedule(candidate.name, *where, float(run.end.max()), bytes, sums=candidate.sums)
 
 
 def _placed_candidates(candidates: Iterable[Candidate], fastest: float) -> list[_PlacedCandidate]:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from schedgen.compiler.sum_trees import ALLREDUCE
 from schedgen.ir.instructions import Op
 from schedgen.planner.layer_profile import Layers
@@ -88,11 +90,7 @@ def plan_as_text(plan: Plan) -> Iterator[str]:
     ways = ("redone", "offloaded") if any(schedule.offloaded for schedule in plan.front) else ("redone",)
     rows = [("scheme", "stages", "replicas", *ways, "order", "step s", "memory")]
     for schedule in plan.front:
-        replicas = (
-            str(schedule.replicas)
-            if isinstance(schedule.replicas, int)
-            else clip("-".join(map(str, schedule.replicas)))
-        ) + ", interleaved" * schedule.interleave
+        replicas = clip("-".join(map(str, np.atleast_1d(schedule.replicas)))) + ", interleaved" * schedule.interleave
         replicas += f", {schedule.sums} sums" * (schedule.sums != ALLREDUCE)
         time, memory = f"{schedule.step_time:.4g}", short_bytes(schedule.peak_bytes)
         counts = [str(schedule.recomputed), str(schedule.offloaded)][: len(ways)]
@@ -109,7 +107,7 @@ def search_table(found: FoundOrder, objective: str, seconds: float, as_json: boo
     `seconds`: how long the search took.
     """
     gap = found.value / found.bound - 1
-    recomputed, offloaded = (len(found.program.rows_of(op)) for op in (Op.RECOMPUTE, Op.OFFLOAD))
+    recomputed, offloaded = (int((found.program.job_rows(op) >= 0).sum()) for op in (Op.RECOMPUTE, Op.OFFLOAD))
     if as_json:
         numbers = {
             "value": found.value, "bound": found.bound, "gap": gap, "optimal": found.optimal, "source": found.source,
@@ -118,7 +116,8 @@ def search_table(found: FoundOrder, objective: str, seconds: float, as_json: boo
         }  # fmt: skip
         return json.dumps(numbers, indent=1)
     proved = "optimal" if found.optimal else f"no order takes less than {found.bound:.6g}: gap {gap:.1%}"
-    ways = f"; {recomputed} forwards are redone" * (recomputed > 0) + f"; {offloaded} are offloaded" * (offloaded > 0)
+    counts = (recomputed, "redone"), (offloaded, "offloaded")
+    ways = "".join(f"; {count} forwards are {way}" for count, way in counts if count)
     return f"{objective} {found.value:.6g} by {found.source}{ways}; {proved}. {seconds:.0f} s"
 
 

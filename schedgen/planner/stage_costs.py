@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -61,8 +62,7 @@ def read_profile(file: AnyPath, program: Program, graph: AnyPath | None = None) 
     counts = header.scheme.get("layers", ())
     if len(counts) < sum(counts) == listed(read_json(text, name)) and not header.tensor_parallel:
         layers = parse_json(text, name, read_graph_file(graph))
-        beta = layers.machine.beta
-        costs = stage_costs(layers, list(accumulate(counts)), 1 / beta if beta else math.inf)
+        costs = stage_costs(layers, list(accumulate(counts)))
         made = costs.graph or ModelGraph(header.stages, chain(header.stages))
         in_file = header.graph.edges, header.graph.per_consumer, () if header.is_forward else header.tied
         if (made.edges, made.per_consumer, () if header.is_forward else made.tied) != in_file:
@@ -89,10 +89,10 @@ def balanced(layers: Layers, bandwidth: float, most: int) -> list[list[StageCost
     cuts = prefixes(layers)
     ways = [unreplicated(cuts, math.inf, most), unreplicated(cuts, bandwidth, most)]
     distinct = [dict.fromkeys(partition.ends for partition in partitions) for partitions in zip(*ways, strict=True)]
-    return [[stage_costs(layers, ends, bandwidth) for ends in of_count] for of_count in distinct]
+    return [[stage_costs(layers, ends) for ends in of_count] for of_count in distinct]
 
 
-def for_speeds(layers: Layers, speeds: Floats, bandwidth: float) -> StageCosts:
+def for_speeds(layers: Layers, speeds: Sequence[float]) -> StageCosts:
     """The costs of the cut with the fastest slowest stage on workers of these speeds, by stage."""
     cuts = prefixes(layers)
     seconds = cuts.seconds - cuts.seconds[:, None]  # from the first cut to the second
@@ -104,27 +104,25 @@ def for_speeds(layers: Layers, speeds: Floats, bandwidth: float) -> StageCosts:
     ends = [len(seconds) - 1]
     for begin in reversed(begins):
         ends.append(int(begin[ends[-1]]))
-    return stage_costs(layers, [int(cuts.end[cut]) for cut in reversed(ends)], bandwidth)
+    return stage_costs(layers, [int(cuts.end[cut]) for cut in reversed(ends)])
 
 
-def smallest(layers: Layers, bandwidth: float, most: int) -> list[StageCosts]:
+def smallest(layers: Layers, most: int) -> list[StageCosts]:
     """As `balanced`: the cuts whose largest stage needs the fewest bytes for its weights and one microbatch."""
     cuts = prefixes(layers)
     needed = np.cumsum([0.0, *(layers.owned + layers.weight + layers.kept)])[cuts.end]
     ways = unreplicated(cuts._replace(seconds=needed), math.inf, most)
-    return [stage_costs(layers, way.ends, bandwidth) for way in ways]
+    return [stage_costs(layers, way.ends) for way in ways]
 
 
-def stage_costs(layers: Layers, ends: Sequence[int], bandwidth: float) -> StageCosts:
-    """The costs of stages that end at cuts `ends`, with links of `bandwidth` bytes a second.
+def stage_costs(layers: Layers, ends: Sequence[int]) -> StageCosts:
+    """The costs of stages that end at cuts `ends`.
 
     Activations between layers inside a stage are saved from forward to backward, and their gradients are alive while
     the backward runs. A stage has the overhead of one of its layers, the one with the most.
     """
-    begins = [0, *ends[:-1]]
+    machine, count, begins = layers.machine, len(layers.names), [0, *ends[:-1]]
     spans = list(zip(begins, ends, strict=True))
-    count = len(layers.names)
-    machine = layers.machine
     half, step, saved = (by_stage(amount, count) for amount in (machine.half, machine.step, machine.saved))
     outputs = np.array([layers.activation[i:j].sum() for i, j in spans])
     graph: ModelGraph | None = None
@@ -144,16 +142,12 @@ def stage_costs(layers: Layers, ends: Sequence[int], bandwidth: float) -> StageC
         passed_on = np.array([by_edge[s, s + 1] for s in range(len(spans) - 1)])
     widest = np.array([layers.activation[i : j - 1].max(initial=0) for i, j in spans])
 
-    def total(amount: Floats) -> Floats:
-        sums: Floats = np.add.reduceat(amount, begins)
-        return sums
-
+    total = partial(np.add.reduceat, indices=begins)
     workspace: dict[str, Amount] = {}
     for direction, amount in workspaces(machine).items():
         largest = np.maximum.reduceat(by_stage(amount, count), begins)
         workspace[direction] = largest + (2 * widest if direction in "BI" else 0)
-    overhead = by_direction(machine.overhead)
-    times = {}
+    overhead, times = by_direction(machine.overhead), dict[str, Floats]()
     for direction, seconds in layers.times.items():
         once = by_stage(overhead.get("F" if direction == REDO else direction, 0), count)
         once = np.minimum(once, seconds)  # R may be less than F's overhead
@@ -161,10 +155,7 @@ def stage_costs(layers: Layers, ends: Sequence[int], bandwidth: float) -> StageC
     return StageCosts(
         tuple(j - i for i, j in spans),
         _not_too_short(times),
-        Machine(
-            alpha=machine.alpha,
-            beta=machine.beta if machine.joined else 1 / bandwidth,
-            joined=machine.joined,
+        machine._replace(
             activation=x,
             weight=total(layers.weight),
             saved=total(saved) + np.maximum(outputs - leaving, 0),
@@ -173,6 +164,7 @@ def stage_costs(layers: Layers, ends: Sequence[int], bandwidth: float) -> StageC
             workspace=workspace,
             owned=total(layers.owned),
             step=total(step),
+            overhead=0,
             edge_activation=np.array([*by_edge.values()]) if graph and graph.per_consumer else None,
             tied=None if machine.tied is None else _shared(layers, ends, machine.tied),
         ),

@@ -87,12 +87,12 @@ def compare(
     UsageError if there are more workers than any schedule may have, or one of `files` cannot be compiled without a
     memory limit; RefusedFile for what is no CSV of a schedule, OSError if it cannot be opened.
     """
-    rows: list[SchemeNumbers] = []
-    left_out = []
+    rows, left_out = list[SchemeNumbers](), list[LeftOut]()
     workers = sizes.workers or 1
     check_workers(workers, sizes.stages)
     own = [os.fspath(file) for file in files]
-    divisors = [G for G in range(1, workers + 1) if workers % G == 0]
+    alone = workers // sizes.replicas if isinstance(sizes.replicas, int) else workers  # a replica's
+    divisors = [G for G in range(1, alone + 1) if alone % G == 0]
     names = dict.fromkeys((*own, *SCHEMES))
     schemes = [(name, G) for name in names for G in (divisors if name in ("lpp", "fslpp") else (None,))]
     for name, groups in over(schemes, "compare", len(schemes)):

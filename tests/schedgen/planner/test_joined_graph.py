@@ -42,7 +42,7 @@ def test_stages_read_what_their_layers_read():
 def test_stages_share_what_their_layers_share():
     layers = layers_of(ModelGraph(6, SKIPS, tied=((0, 1, 2), (0, 5), (1, 2), (2, 5))), tied=[7, 10, 20, 40])
     for ends, shared in (((1, 3, 5, 6), [7, 10, 40]), ((3, 6), [10 + 40]), ((6,), [])):
-        costs = stage_costs(layers, ends, bandwidth=1)
+        costs = stage_costs(layers, ends)
         assert costs.machine.tied.tolist() == shared and len(costs.tied) == len(shared)
 
 
@@ -61,7 +61,7 @@ def test_a_message_has_the_bytes_that_go_along_its_edge():
     """A separate output for a consumer inside the stage is not sent, but kept for that consumer's backward."""
     graph = ModelGraph(4, ((0, 1), (0, 2), (1, 2), (2, 3)), per_consumer=(0,))
     layers = layers_of(graph, activation=np.array([100.0 + 7, 20, 30, 1]), edge_activation=[100, 7, 0, 0])
-    costs = stage_costs(layers, (2, 3, 4), bandwidth=1)
+    costs = stage_costs(layers, (2, 3, 4))
     assert (costs.graph.per_consumer, costs.machine.edge_activation) == ((), None)
     assert costs.machine.activation.tolist() == [7 + 20, 30, 1] and costs.passed_on.tolist() == [7 + 20, 30]
     assert costs.machine.saved.tolist() == [2 + 100, 1, 1]  # each layer saves 1
