@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from schedgen.compiler.greedy_order import greedy
 from schedgen.compiler.place import PlacedScheme
-from schedgen.ir.cost import by_stage, own_costs, redo_duration
+from schedgen.ir.cost import redo_duration
 from schedgen.ir.instructions import DIRECTIONS, B, W
 from schedgen.ir.job_graph import JobGraph, cycle, may_start, wait_arrays
 from schedgen.util.arrays import Flags, Ints, Numbers, Times, stable_order
@@ -25,7 +25,7 @@ from schedgen.util.jit import kernel
 
 
 def order(placed: PlacedScheme) -> Times:
-    """The start time of every job of a refined scheme, in the unit of `PlacedScheme.exact_cost`.
+    """The start time of every job of a refined scheme, in the unit of `PlacedScheme.lengths`.
 
     UsageError if n, caps or the memory limit block the schedule.
     """
@@ -47,7 +47,7 @@ def order(placed: PlacedScheme) -> Times:
 
 def _lengths(placed: PlacedScheme) -> Times:
     """The duration of each job: an unsplit I includes its W, and a backward includes the forward that it redoes."""
-    length, cost = np.empty(placed.compute.shape), _costs_by_stage(placed)
+    length, cost = np.empty(placed.compute.shape), placed.lengths
     length[:] = np.stack([cost[direction] for direction in DIRECTIONS[len(length)]])
     if placed.unsplit_backward.any():
         length[B] += length[W] * placed.unsplit_backward
@@ -55,18 +55,6 @@ def _lengths(placed: PlacedScheme) -> Times:
     if placed.redone.any():
         length[B] += redo_duration(cost) * placed.redone
     return length.ravel()
-
-
-def _costs_by_stage(placed: PlacedScheme) -> dict[str, Times]:
-    """The duration of each direction's jobs by stage, (S, 1); a slice takes its share of a stage's time."""
-    T, sliced, stages = placed.tensor_parallel.degree, placed.tensor_parallel.sliced, placed.graph.stages
-    times = placed.options.times
-    if times is None:
-        return {name: by_stage(cost, stages)[:, None] for name, cost in placed.exact_cost.items()}
-    seconds = {name: np.repeat(by_stage(time, stages // T), T) / np.where(sliced, T, 1) for name, time in times.items()}
-    own = own_costs(seconds, len(placed.compute))
-    unit = min(least for time in own.values() if (least := time.min()) > 0) / 1000
-    return {name: np.rint(time / unit)[:, None] for name, time in own.items()}  # whole, so that sums are exact
 
 
 def strict(

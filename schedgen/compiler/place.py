@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from schedgen.compiler.options import Options, apply_options, shard_counts
 from schedgen.compiler.sum_trees import sum_trees
 from schedgen.compiler.user_functions import at_job, evaluate, evaluate_marks
-from schedgen.ir.cost import own_costs, whole_numbers
+from schedgen.ir.cost import by_stage, own_costs, whole_numbers
 from schedgen.ir.instructions import B, F, W
 from schedgen.ir.job_graph import JobGraph, job_graph
 from schedgen.ir.limits import check_jobs, check_workers
 from schedgen.ir.stage_graph import StageGraph, chain, check_edges
 from schedgen.ir.tensor_parallel import TensorParallel
 from schedgen.schemes.scheme import Scheme, Sizes, fourth_argument
-from schedgen.util.arrays import Flags, Ints, Numbers
+from schedgen.util.arrays import Flags, Ints, Numbers, Times
 from schedgen.util.errors import UsageError, raised
 
 MARKS = ("unsplit_backward", "delayed_send", "recompute", "offload")  # the fields of a PlacedScheme that mark forwards
@@ -35,7 +35,7 @@ class PlacedScheme:
 
     scheme: Scheme
     options: Options
-    cost: dict[str, float]  # duration of each direction; compilation computes with `exact_cost`
+    cost: dict[str, float]  # duration of each direction; compilation computes with `lengths`
     workers: int
     weights: Ints  # (D, S, B): the worker a job gets its weights from; of divided weights the owner of shard 0
     compute: Ints  # (D, S, B): the worker a job runs on; both have a last axis of T slices until they are refined
@@ -60,9 +60,17 @@ class PlacedScheme:
         return sum_trees(self.options.sums, self.hosts[list(owners)], self.options.fan_out)
 
     @cached_property
-    def exact_cost(self) -> Mapping[str, float]:
-        """The costs in a unit in which sums of them are exact, where there is one."""
-        return whole_numbers(self.cost, self.compute.size)
+    def lengths(self) -> Mapping[str, Times]:
+        """How long each direction's jobs take by stage, (S, 1), slices their share; sums are exact where they can."""
+        T, stages, times = self.tensor_parallel.degree, self.graph.stages, self.options.times
+        if times is None:
+            costs = whole_numbers(self.cost, self.compute.size)
+            return {name: by_stage(cost, stages)[:, None] for name, cost in costs.items()}
+        parts = np.where(self.tensor_parallel.sliced, T, 1)
+        seconds = {name: np.repeat(by_stage(time, stages // T), T) / parts for name, time in times.items()}
+        own = own_costs(seconds, len(self.compute))
+        unit = min(least for time in own.values() if (least := time.min()) > 0) / 1000
+        return {name: np.rint(time / unit)[:, None] for name, time in own.items()}
 
     @property
     def job_graph(self) -> JobGraph:

@@ -8,7 +8,7 @@ import numpy as np
 
 from schedgen.ir.instructions import COMPUTE, Kind, Op
 from schedgen.ir.program import Program
-from schedgen.util.arrays import AnyInts, Flags, Ints, Numbers
+from schedgen.util.arrays import AnyInts, Flags, Ints, Numbers, Times
 from schedgen.util.jit import kernel
 
 
@@ -42,13 +42,14 @@ def serving_owners(program: Program) -> list[list[int]]:
     return serving.tolist()
 
 
-def rows_at_end(program: Program, backward: Numbers, cost: Mapping[str, float]) -> Numbers:
-    """By backward (BWD or BWD_W), the last row that starts before the backward ends; `cost`: in the unit of times."""
+def rows_at_end(program: Program, backward: Numbers, lengths: Mapping[str, Times]) -> Numbers:
+    """By backward (BWD or BWD_W), the last row that starts before it ends; `lengths`: those of the placed scheme."""
     assert program.time is not None
-    last_job = cost.get("W", cost.get("B", 0))
-    unsplit = program.rows.op[backward] == Op.BWD
-    ended = program.time[backward] + np.where(unsplit, last_job + cost.get("I", 0), last_job)
-    return np.maximum(np.searchsorted(program.time, ended) - 1, backward)
+    last_job = lengths.get("W", lengths.get("B", 0 * lengths["F"]))
+    by_op = np.stack([last_job, last_job + lengths.get("I", 0)])[..., 0]
+    ended = program.time[backward] + by_op[1 * (program.rows.op[backward] == Op.BWD), program.rows.stage[backward]]
+    row: Numbers = np.maximum(np.searchsorted(program.time, ended) - 1, backward)
+    return row
 
 
 def earlier_compute(program: Program, row: Numbers, count: int) -> Numbers:

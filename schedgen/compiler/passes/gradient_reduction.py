@@ -30,7 +30,7 @@ def gradient_reduction(program: Program, placed: PlacedScheme) -> Program:
     backwards = program.rows_of(Op.BWD, Op.BWD_W)
     final = np.full((header.stages, header.workers), -1, np.int64)  # last backward of a stage on a worker
     final[table.stage[backwards], table.rank[backwards]] = backwards  # rows ascend: the last one stays
-    ends = np.where(final < 0, -1, rows_at_end(program, final, placed.exact_cost))
+    ends = np.where(final < 0, -1, rows_at_end(program, final, placed.lengths))
     new, serving = list[Fields](), serving_owners(program)
     last_adds: list[int] = []  # owners' last ADDs, still to be moved behind the owner's next job
     sums: list[tuple[int, int, slice]] = []  # by ALLREDUCE: index, row that completes owners' own sums, last ADDs
@@ -111,7 +111,7 @@ def tied_gradients(program: Program, placed: PlacedScheme) -> Program:
         return program
     complete = np.full(header.stages, -1, np.int64)  # by stage, the row after which all owners have its gradient
     backwards = program.rows_of(Op.BWD, Op.BWD_W)
-    np.maximum.at(complete, table.stage[backwards], rows_at_end(program, backwards, placed.exact_cost))
+    np.maximum.at(complete, table.stage[backwards], rows_at_end(program, backwards, placed.lengths))
     sums = np.flatnonzero(program.is_one_of(Op.ADD, Op.ALLREDUCE) & (table.kind == Kind.DW))
     np.maximum.at(complete, table.stage[sums], sums)
     # Ascending: every rank enters its ties in the order of their numbers.

@@ -23,7 +23,7 @@ def owner_sums(program: Program, placed: PlacedScheme) -> Program:
         return program
     complete = np.full((header.stages, header.workers), -1, np.int64)  # the row after which a rank's sum is complete
     backwards, adds = program.rows_of(Op.BWD, Op.BWD_W), program.rows_of(Op.ADD)
-    ends = rows_at_end(program, backwards, placed.exact_cost)
+    ends = rows_at_end(program, backwards, placed.lengths)
     for added, end in ((backwards, ends), (adds, adds)):
         np.maximum.at(complete, (table.stage[added], table.rank[added]), end)
     next_compute, found = NextRow(program, *COMPUTE), list[Numbers]()

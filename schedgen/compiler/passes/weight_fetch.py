@@ -169,12 +169,12 @@ def _fetches(
     then the oldest live copy that arrived before the row after which it must send, and stays until then, sends in its
     place, up to `fan_out` times; if there is none, the owner sends after all. `jobs`: by rank.
     """
-    time, cost, fan_out = program.time, placed.exact_cost, placed.options.fan_out
+    time, lengths, fan_out = program.time, placed.lengths, placed.options.fan_out
     assert time is not None
-    length = np.array([cost.get(DIRECTION.get(op, ""), 0.0) for op in Op])
-    length[Op.RECOMPUTE] = redo_duration(cost)
+    rows, length = program.rows, np.stack([lengths.get(DIRECTION.get(op, ""), 0 * lengths["F"])[:, 0] for op in Op])
+    length[Op.RECOMPUTE] = redo_duration(lengths)[:, 0]
     begins = [time[own].tolist() for own in jobs]
-    ends = [(time[own] + length[program.rows.op[own]]).tolist() for own in jobs]
+    ends = [(time[own] + length[rows.op[own], rows.stage[own]]).tolist() for own in jobs]
     job_rows = [own.tolist() for own in jobs]
     fetches: list[tuple[int, ...]] = []
     servers: dict[tuple[int, int, int], Servers] = {}

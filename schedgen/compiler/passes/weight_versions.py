@@ -40,7 +40,7 @@ def weight_versions(program: Program, placed: PlacedScheme) -> Program:
     header = program.header
     check_placement(header)
     backward, forward = program.job_rows(Op.BWD, Op.BWD_W), program.job_rows(Op.FWD)
-    ended = rows_at_end(program, backward, placed.exact_cost)
+    ended = rows_at_end(program, backward, placed.lengths)
     updates = {
         (rank, stage): _updates(header, rank, stage, backward[stage], ended[stage])
         for stage, owners in enumerate(header.owners)
