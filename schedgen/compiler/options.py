@@ -19,6 +19,7 @@ from schedgen.util.arrays import Ints
 from schedgen.util.errors import NeedsOption, UsageError, number_of
 from schedgen.util.option_fields import count, natural, option, switch
 
+Hosts = Callable[[int], Ints]  # from the number of workers to the host of each
 Jobs = int | tuple[int, int]  # a stage, on all microbatches, or a stage and a microbatch
 ALL, EXCEPT_LAST = "all", "except-last"
 # The options that name forwards, and the words that they take in place of stages and microbatches.
@@ -52,7 +53,7 @@ class Options:
         "--sums", "how several owners of a stage sum its gradient: at once, or by messages along a ring, a tree, or "
         "inside hosts and then between them, which --machine or --topology says", default=ALLREDUCE, choices=SUMS,
     )  # fmt: skip
-    hosts: Callable[[int], Ints] | None = None  # from the number of workers to the host of each, for two-level sums
+    hosts: Hosts | None = None  # from the number of workers to the host of each, for two-level sums
     prefetch: int = option("--prefetch K", "how many jobs before its SEND a receive is posted", natural, 1)
     recompute: str | Collection[Jobs] = option(
         "--recompute all|except-last|S,S.B,...",

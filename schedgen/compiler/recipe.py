@@ -15,11 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from schedgen.compiler.compile import compile
-from schedgen.compiler.options import Jobs, Options
+from schedgen.compiler.options import Hosts, Jobs, Options
+from schedgen.compiler.sum_trees import ALLREDUCE, TWO_LEVEL
 from schedgen.ir.cost import Amount, own_costs
 from schedgen.ir.header import Header
 from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
+from schedgen.ir.transport import read_transport
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.orders import ORDERS
 from schedgen.schemes.scheme import Sizes
@@ -48,7 +50,7 @@ class Recipe(NamedTuple):
 
     @property
     def command(self) -> str:
-        """The command that compiles it; GRAPH and PROFILE stand for the files that it needs."""
+        """The command that compiles it; GRAPH, PROFILE and MACHINE stand for the files that it needs."""
         words = [f"schedgen compile {self.name}"]
         words += [f"--{name} {_spelled(value)}" for name, value in self.sizes._asdict().items() if value is not None]
         words += ["--interleave"] * self.interleave
@@ -61,6 +63,8 @@ class Recipe(NamedTuple):
         if needs_graph or graph.edges != chain(graph.stages) or "layers" in self.model.scheme:
             words.append("--graph GRAPH")
         words += ["--profile PROFILE"] * (self.options.times is not None)
+        words += ["--machine MACHINE"] * (self.options.sums == TWO_LEVEL)
+        words += [f"--transport {transport.name}"] if (transport := self.options.in_order) else []
         return " ".join([*words, "-o FILE"])
 
 
@@ -72,8 +76,8 @@ def _spelled(value: Any) -> str:
     return str(value)
 
 
-def recipe_of(program: Program, times: Mapping[str, Amount] | None = None) -> Recipe:
-    """The recipe of a projected program; `times`: by stage, if it may have been ordered by these.
+def recipe_of(program: Program, times: Mapping[str, Amount] | None = None, hosts: Hosts | None = None) -> Recipe:
+    """The recipe of a projected program; `times`: by stage, if it may have been ordered by these; `hosts`: by rank.
 
     UsageError, with the reason, if it is of no built-in scheme, or its recipe compiles to something else.
     """
@@ -81,7 +85,9 @@ def recipe_of(program: Program, times: Mapping[str, Amount] | None = None) -> Re
     name = header.scheme["name"]
     if name not in SCHEMES:
         raise UsageError(f"{name} is no built-in scheme, and a schedule does not keep its functions")
-    for recipe in _guesses(header, times):
+    if header.lowering.get("sums") == TWO_LEVEL and hosts is None:
+        raise UsageError("a schedule does not keep the hosts of its two-level sums: give --machine")
+    for recipe in _guesses(header, times, hosts):
         with suppress(UsageError):
             again = recipe.compile()
             pairs = zip(again.rows.columns(), program.rows.columns(), strict=True)
@@ -92,7 +98,7 @@ def recipe_of(program: Program, times: Mapping[str, Amount] | None = None) -> Re
     )
 
 
-def _guesses(header: Header, times: Mapping[str, Amount] | None) -> Iterator[Recipe]:
+def _guesses(header: Header, times: Mapping[str, Amount] | None, hosts: Hosts | None) -> Iterator[Recipe]:
     """The recipes that the header leaves open; UsageError if its order has no name that compiles."""
     sizes, options = sizes_of(header), model_options(header)
     lowering, tensor = header.lowering, header.tensor_parallel.degree
@@ -113,6 +119,9 @@ def _guesses(header: Header, times: Mapping[str, Amount] | None) -> Iterator[Rec
         offload=of_model(lowering.get("offload", [])),
         offload_optimizer=header.offloads_optimizer,
         evict="evict" in lowering,
+        sums=lowering.get("sums", ALLREDUCE),
+        hosts=hosts,
+        in_order=read_transport(lowering.get("transport", "mpi")),
         memory_limit=header.memory_limit,
         updates=None if header.weight_versions.updates == own.updates else header.weight_versions.updates,
         **{name: lowering[name] for name in ("weight_slots", "fan_out", "prefetch")},

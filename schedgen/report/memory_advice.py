@@ -184,7 +184,7 @@ def _own_changes(
 ) -> _Tries:
     """The scheme with other options; `rank`: the one that needs most; `times`: as for `recipe_of`."""
     try:
-        recipe = recipe_of(program, times)
+        recipe = recipe_of(program, times, machine.joined and machine.joined.hosts)
     except UsageError as why:
         yield "--recompute, --offload, --evict, --offload-optimizer, --weight-slots, --memory-limit, --shards", str(why)
         return

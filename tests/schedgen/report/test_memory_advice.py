@@ -70,11 +70,12 @@ OWN = {
     "1f1b": ("1f1b", "--stages", 4, "--microbatches", 8, "--recompute", "1.2", "--offload", 0),
     "zb-v": ("zb-v", "--stages", 4, "--microbatches", 8, "--workers", 4, "--replicas", 2, "--interleave"),
     "fsdp": ("fsdp", "--stages", 4, "--microbatches", 8, "--workers", 4, "--weight-slots", 3),
+    "sums": ("ddp", "--stages", 4, "--microbatches", 8, "--workers", 4, "--sums", "ring"),
     "greedy": ("lpp", "--stages", 4, "--microbatches", 8, "--groups", 2, "--workers", 4, "--n", "1f1b"),
 }
 
 
-@pytest.mark.parametrize("name", ["1f1b", "fsdp", *further("zb-v", "greedy")])
+@pytest.mark.parametrize("name", ["1f1b", "sums", *further("fsdp", "zb-v", "greedy")])
 def test_every_change_is_what_its_command_compiles(run, files, tmp_path, name):
     """Peak and makespan are the simulator's for the file that the command writes; at most a dozen are compiled."""
     own, other = tmp_path / "own.json", tmp_path / "FILE"
