@@ -29,7 +29,7 @@ Scheme    w, n and the other settings of a scheme
 Sizes     stages, microbatches, workers, ...
 Options   how a scheme is compiled
 Machine   links, bytes of buffers and the time of a step; `machine.on(network)` joins its devices by a network
-Network, Level  levels of links between devices, hosts, racks, and each device's speed and memory
+Network, Level, HostLink  links between devices, hosts, racks, each device's speed and memory, and its host's
 UsageError, RefusedFile  the errors these raise: for wrong arguments or a misfit; for a wrong file or program
 F, B, I, W  the values of d that `w` and `n` receive: forward, backward, and its halves
 
@@ -57,15 +57,15 @@ if TYPE_CHECKING:
     from schedgen.schemes.scheme import Scheme, Sizes
     from schedgen.simulator.machine import Machine
     from schedgen.simulator.machine_file import read_network
-    from schedgen.simulator.network import Level, Network, topology
+    from schedgen.simulator.network import HostLink, Level, Network, topology
     from schedgen.simulator.simulate import simulate
     from schedgen.simulator.stats import stats
     from schedgen.util.errors import RefusedFile, UsageError
 
 __all__ = [
-    "SCHEMES", "B", "F", "I", "Level", "Machine", "Network", "Options", "Program", "RefusedFile", "Scheme", "Sizes",
-    "UsageError", "W", "__version__", "check", "compare", "compile", "forward_list", "load", "plan", "read",
-    "read_layers", "read_network", "read_profile", "search", "simulate", "stats", "topology", "write",
+    "SCHEMES", "B", "F", "HostLink", "I", "Level", "Machine", "Network", "Options", "Program", "RefusedFile", "Scheme",
+    "Sizes", "UsageError", "W", "__version__", "check", "compare", "compile", "forward_list", "load", "plan",
+    "read", "read_layers", "read_network", "read_profile", "search", "simulate", "stats", "topology", "write",
 ]  # fmt: skip
 
 _MODULES = {
@@ -73,7 +73,7 @@ _MODULES = {
     **dict.fromkeys(("Scheme", "Sizes"), "schedgen.schemes.scheme"),
     **dict.fromkeys(("read", "write"), "schedgen.ir.file"),
     **dict.fromkeys(("RefusedFile", "UsageError"), "schedgen.util.errors"),
-    **dict.fromkeys(("Level", "Network", "topology"), "schedgen.simulator.network"),
+    **dict.fromkeys(("HostLink", "Level", "Network", "topology"), "schedgen.simulator.network"),
     **dict.fromkeys(("SCHEMES", "load"), "schedgen.schemes"),
     "Machine": "schedgen.simulator.machine",
     "Options": "schedgen.compiler.options",

@@ -40,14 +40,14 @@ TRANSPORTS = f"mpi, or in-order:{{{','.join(NAMES)},FILE}}, the last a JSON file
 BANDWIDTH = Number("a bandwidth of at least 1e-18 bytes a second", float, 1e-18, 1e18)
 SLOWER = Number("a factor of at least 1", float, 1, 1e6)
 _MACHINE_FIELDS = ("alpha", "beta", "activation", "weight", "saved")  # those that are options
+JOINED = ("machine", "topology")  # options that say what joins devices
 
 
 def searched_schemes(text: str) -> list[str]:
     """A type for argparse: names of schemes that `plan` searches, as in 1f1b,gpipe."""
     names = text.split(",")
-    for name in names:
-        if name not in SEARCHED:
-            raise argparse.ArgumentTypeError(f"'{name}' is none of {', '.join(SEARCHED)}")
+    if wrong := [name for name in names if name not in SEARCHED]:
+        raise argparse.ArgumentTypeError(f"'{wrong[0]}' is none of {', '.join(SEARCHED)}")
     return names
 
 
@@ -87,7 +87,7 @@ class Form:
 class HostOptions:
     """Which devices share a host."""
 
-    machine: str | None = option("--machine FILE", "JSON of hosts, devices and links, by mpirun profile", file=READ)
+    machine: str | None = option("--machine FILE", "JSON of hosts, devices and links, by mpirun machine", file=READ)
     topology: tuple[int, int] | None = option(
         "--topology HxD", "H hosts of D devices, short for a machine file", by, without="machine"
     )
@@ -104,7 +104,7 @@ class MachineOptions(HostOptions):
     """The machine: its hosts and devices, and what joins them."""
 
     topology: tuple[int, int] | None = option(
-        "--topology HxD", "H hosts of D devices, short for a machine file", by, needs="bandwidth", without="machine"
+        "--topology HxD", "the whole machine: H hosts of D devices", by, needs="bandwidth", without="machine"
     )
     bandwidth: Sequence[float] | None = option(
         "--bandwidth BYTES", "bytes a second of a link or, with --topology, inside,between hosts", listed(BANDWIDTH),
@@ -135,17 +135,17 @@ class CostOptions(MachineOptions):
 
     def __post_init__(self) -> None:
         """UsageError if a profile would silently override another option."""
-        if self.profile is not None and len(self.given) > 1:
-            raise UsageError(f"--profile has all costs: leave --{self.given[1]} out")
+        if self.profile is not None and (other := [name for name in self.given[1:] if name not in JOINED]):
+            raise UsageError(f"--profile has all costs: leave --{other[0]} out")
         if self.bandwidth is not None and (self.topology is None or self.beta is not None):
-            raise UsageError("--bandwidth is that of a --topology: without one give --beta, the seconds a byte")
+            raise UsageError("--bandwidth is that of a --topology: give one, as 1xW for one host, or give --beta")
         if self.machine is not None and (given := [name for name in self.given if name in ("alpha", "beta")]):
             raise UsageError(f"--machine has the links' times: leave --{given[0]} out")
 
     @property
     def given(self) -> list[str]:
         """Which of these options were given, by name."""
-        return [name for name in ("profile", "cost", *_MACHINE_FIELDS) if getattr(self, name) is not None]
+        return [name for name in ("profile", "cost", *_MACHINE_FIELDS, *JOINED) if getattr(self, name) is not None]
 
     @property
     def amounts(self) -> Machine:
@@ -296,7 +296,7 @@ class PlanOptions(Form, MachineOptions):
     profile: str = argument("PROFILE", "layers and costs: PipeDream's, or mpirun profile's; - is standard input")
     graph: str | None = option("--graph FILE", MODEL_GRAPH, file=READ)
     workers: int = option("--workers W", "ranks", count, required=True)
-    memory: float = option("--memory BYTES", "bytes that a worker may hold; default: no limit", amount, math.inf)
+    memory: float = option("--memory BYTES", "bytes a worker may hold; default: a device's", amount, math.inf)
     partition_only: bool = switch("--partition-only", "only where to cut, and replicas")
     microbatches: int | None = option("--microbatches B", "microbatches of a step, each as profiled", count)
     schemes: Sequence[str] | None = option(

@@ -94,6 +94,8 @@ def run_repair(options: RepairOptions) -> int:
     if options.fewest == bool(options.transport):
         raise UsageError("repair needs either --transport or --fewest (see schedgen repair --help)")
     transport = read_transport(options.transport or "in-order:edge-kind")
+    if options.fewest and options.given:
+        raise UsageError(f"--fewest simulates nothing: leave --{options.given[0]} out")
     if transport is None:
         raise UsageError("repair moves messages for a transport that delivers in order, not for mpi")
     name = display_name(options.file)
@@ -179,13 +181,13 @@ class _Execution(NamedTuple):
 
 
 def _execute(options: SimulateOptions | DrawOptions, name: str) -> _Execution:
-    """Simulate the schedule in file `name` with the options' costs or, if there are none, those of --measured."""
+    """Simulate the schedule in file `name` by the options' costs, else by --measured's, which include slow devices."""
     program = checked(name)
     cost, machine = costs(options, program)
     measured = _read_trace(options.measured, program) if options.measured else []
     times = run_numbers(program, measured)["profile"] if measured else {}
     if times and not (options.cost or options.profile):
-        cost, machine = times, machine._replace(step=times.pop("step", 0.0))
+        cost, machine = times, machine.on(machine.network._replace(speed=1.0))._replace(step=times.pop("step", 0.0))
     if isinstance(options, SimulateOptions) and options.slow:
         machine = machine.on(machine.network.slowed(options.slow, program.header.workers))
     seconds = bool(options.profile or (measured and not options.cost))

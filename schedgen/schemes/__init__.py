@@ -114,8 +114,9 @@ def load(name: str | os.PathLike[str], sizes: Sizes, tensor: int = 1, interleave
     if name in SCHEMES:
         built_in, sizes = SCHEMES[name], sizes.per_slice(tensor)
         check_jobs(sizes.stages, sizes.microbatches, per_pair=2)  # some make lists of all jobs
-        if sizes.replicas is not None and "replicas" not in built_in.module.PARAMETERS:
-            raise UsageError(f"{name} takes one number of --replicas, those of the whole scheme")
+        if sizes.replicas is not None and (interleave or "replicas" not in built_in.module.PARAMETERS):
+            how = "--interleave" if interleave else name
+            raise UsageError(f"{how} takes one number of --replicas, those of the whole scheme")
         for option in ("groups", "chunks", "group"):
             if getattr(sizes, option) is not None and option not in built_in.module.PARAMETERS:
                 raise UsageError(f"{name} takes no --{option}")

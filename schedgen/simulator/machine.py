@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from schedgen.ir.cost import DIRECTION, MOST_AMOUNT, REDO, Amount, by_stage, is_amount
 from schedgen.ir.header import Header
@@ -68,10 +67,6 @@ class Machine(NamedTuple):
     def step_times(self, header: Header) -> Times:
         """How long the STEP of each stage takes or, if its weights are divided, of one of its shards."""
         return by_stage(self.step, header.stages) / header.weight_shards.counts
-
-    def message_times(self, sizes: NDArray[Any]) -> Times:
-        """How long messages of these bytes take; one of none takes no time."""
-        return np.where(sizes > 0, self.alpha + self.beta * sizes, 0.0)
 
 
 # By the key of a profile's entry: the field.

@@ -41,7 +41,7 @@ def network_of(values: Any, name: str) -> Network:
     if len({*(counts := network.counts).values()}) > 1:
         said = ", ".join(f"{count} by {what}" for what, count in counts.items())
         raise RefusedFile(f"{name}: the numbers of devices differ: {said}")
-    # Every group of a level is some groups of the level below, and one of them is several.
+    # Every group of a level is some groups of the level below, and one of them is several. No host link leaves a host.
     count = network.devices or 2 * max(each.devices for each in network.levels if isinstance(each.devices, int))
     ends = np.diff(network.groups(count), axis=1) > 0
     for (below, level), (inner, outer) in zip(pairwise(levels), pairwise(ends), strict=True):
@@ -49,6 +49,8 @@ def network_of(values: Any, name: str) -> Network:
             raise RefusedFile(f"{name}: the groups of level '{level.name}' divide some of level '{below.name}'")
         if (outer == inner).all():
             raise RefusedFile(f"{name}: no message uses level '{level.name}': it joins no two groups of '{below.name}'")
+    if (ends[0] & (np.arange(1, count) % network.host.devices > 0)).any():
+        raise RefusedFile(f"{name}: host: {network.host.devices} devices that share a link lie in several hosts")
     return network
 
 
@@ -79,9 +81,8 @@ def _level(values: Any, where: str, number: int, is_last: bool) -> Level:
 def _host(values: Any, where: str) -> HostLink:
     """The link to the host's memory that a JSON value describes; RefusedFile if it describes none."""
     host = HostLink(**values) if isinstance(values, dict) and values.keys() <= {*HostLink._fields} else None
-    if host is None or not (_is_count(host.devices) and is_amount(host.alpha) and is_amount(host.beta)):
-        raise RefusedFile(f"{where} should be an object with some of {', '.join(HostLink._fields)}, none below 0")
-    _amounts(host.memory if "memory" in values else 1, f"{where}: memory", math.inf)
+    if host is None or not (_is_count(host.devices) and all(map(is_amount, values.values()))):
+        raise RefusedFile(f"{where} should have some of {', '.join(HostLink._fields)}: numbers, none below 0")
     return host
 
 

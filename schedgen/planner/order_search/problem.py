@@ -82,7 +82,8 @@ def make_problem(
     class_jobs = np.argsort(class_of, kind="stable")
     class_first = np.searchsorted(class_of[class_jobs], np.arange(len(keys) + 1))
     class_node = keys // routes % nodes
-    times = machine.message_times(machine.edge_bytes(placed.graph)).tolist()
+    sizes = machine.edge_bytes(placed.graph)
+    times = np.where(sizes > 0, machine.alpha + machine.beta * sizes, 0.0).tolist()
     # By edge: the time of its x or its g, as in `simulate`.
     message: dict[tuple[int, int], float] = dict(zip(placed.graph.edges, times, strict=True))
 

@@ -88,7 +88,7 @@ def search(
     """The order of a scheme's jobs that ends first: its `program` and, in the unit of the costs, `value` and `bound`.
 
     cost          by direction, for all stages or by stage; default: F=1, B=2 or, if backwards are split, all 1
-    memory_limit  saved forwards that a worker may hold; or `memory`: bytes that it may need; default: the device's
+    memory_limit  saved forwards that a worker may hold; or `memory`: bytes that it may need; default: a device's
     objective     what is minimized: latency, or window, the longest from a worker's first job to the end of its last
     tied          stages that share parameters
     recompute     whether forwards may be redone to keep to the memory
@@ -104,13 +104,15 @@ def search(
     if memory_limit is not None and memory is not None:
         raise UsageError("memory_limit counts saved forwards and memory counts bytes: give one of them")
     machine = machine or Machine()
-    least = machine.network.least_memory(scheme.workers or sizes.workers or 1)
-    if memory_limit is None and min(least, memory or math.inf) < math.inf:
-        memory = min(least, memory or math.inf)
     if offload and not machine.network.host.is_known:
         raise UsageError("--offload needs the link to the memory of the host: give a machine file that has it")
     ways = tuple(way for way, allowed in ((Way.REDO, recompute), (Way.AWAY, offload)) if allowed)
     question = Question(scheme, sizes, cost, machine, Limits(objective, memory_limit, memory), tied, ways)
+    if machine.network.memory != math.inf:
+        if memory_limit is not None:
+            raise UsageError("memory_limit counts saved forwards, and the machine's devices have bytes: leave one out")
+        least = min(machine.network.least_memory(placed_jobs(question).workers), memory or math.inf)
+        question = question._replace(limits=question.limits._replace(bytes=least))
     best = (search_ways if ways else search_order)(question, budget)
     check_compiled(best.program)
     return best

@@ -74,10 +74,7 @@ def test_help_of_every_command_has_an_example_that_runs(commands, files, run, mo
         assert (done.code, done.err) == (0, ""), words
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [("1f1", "1f1b"), ("zbv", "zb-v"), ("xyz", None)],
-)
+@pytest.mark.parametrize(("name", "near"), [("1f1", "1f1b"), ("zbv", "zb-v"), ("xyz", None)])
 def test_an_unknown_scheme_is_told_what_is_near(name, near, run, refused):
     said = refused(run(*command_line(scheme=name)), 2)
     assert ".py or .csv" in said and said.partition("; did you mean ")[2] == (f"{near}?" if near else "")

@@ -95,14 +95,8 @@ def test_plan_and_search_keep_to_the_devices_memory(run, refused, tmp_path):
     [
         ("[]", "a machine is an object with a list of levels"),
         ({"levels": []}, "a machine is an object with a list of levels"),
-        (
-            {"levels": [HOST], "hosts": 2},
-            "a list of levels and perhaps speed, memory, host",
-        ),
-        (
-            {"levels": [{**HOST, "latency": 1}]},
-            'level 0: should be {"name": text, "devices": number or list, ',
-        ),
+        ({"levels": [HOST], "hosts": 2}, "a list of levels and perhaps speed, memory, host"),
+        ({"levels": [{**HOST, "latency": 1}]}, 'level 0: should be {"name": text, "devices": number or list, '),
         ({"levels": [{**HOST, "beta": -1}]}, 'level 0: should be {"name": text, '),
         ({"levels": [{**HOST, "alpha": [[1, 2]]}]}, 'level 0: should be {"name": text, '),
         ({"levels": [{"name": "host", "alpha": 0}]}, 'level 0: should be {"name": text, '),
@@ -119,13 +113,20 @@ def test_plan_and_search_keep_to_the_devices_memory(run, refused, tmp_path):
         ({**TWO_HOSTS, "speed": [1, 1]}, "the numbers of devices differ: 4 by level 'host', 2 by speed"),
         ({"levels": [{**HOST, "devices": [2, 2]}]}, "level 0: the last level joins all devices: give their number"),
         ({"levels": [{**HOST, "devices": 3}]}, "the machine has 3 devices, but there are 4 workers"),
-        ({**TWO_HOSTS, "host": {"gamma": 1}}, "host should be an object with some of alpha, beta, devices, memory"),
-        ({**TWO_HOSTS, "host": {"devices": 0}}, "none below 0"),
+        ({**TWO_HOSTS, "host": {"gamma": 1}}, "host should have some of alpha, beta, devices, memory"),
+        ({**TWO_HOSTS, "host": {"devices": 4}}, "4 devices that share a link lie in several hosts"),
         ({**TWO_HOSTS, "host": {"beta": -1}}, "none below 0"),
-        ({**TWO_HOSTS, "host": {"memory": 0}}, "host: memory should be a number above 0"),
+        ({**TWO_HOSTS, "host": {"memory": [1e9, 1e9]}}, "numbers, none below 0"),
         ({**TWO_HOSTS, "speed": [1, 1, 2, 1]}, "speed should be a number above 0 and at most 1"),
     ],
 )
 def test_a_wrong_machine_is_refused_in_a_sentence(run, refused, schedule, tmp_path, machine, words):
     fits = "workers" not in words
     assert words in refused(run("simulate", schedule, "--machine", written(tmp_path, machine)), 1 if fits else 2)
+
+
+def test_a_measured_run_knows_how_fast_devices_are(run, schedule, tmp_path):
+    slow, trace = written(tmp_path, {**TWO_HOSTS, "speed": [1, 1, 1, 0.5]}), tmp_path / "trace.json"
+    assert run("simulate", schedule, "--machine", slow, "--trace", trace).code == 0
+    given = [run("simulate", schedule, "--measured", trace, "--machine", slow).out]
+    assert [run("simulate", schedule, "--measured", trace, "--machine", written(tmp_path, TWO_HOSTS)).out] == given

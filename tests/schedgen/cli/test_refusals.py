@@ -137,7 +137,7 @@ COMMANDS = {
     "simulate ddp.json --topology 2x2": "--topology",
     "simulate ddp.json --topology 4": "should be hosts x devices, as in 4x8",
     "simulate ddp.json --bandwidth 10":
-        "--bandwidth is that of a --topology: without one give --beta, the seconds a byte",
+        "--bandwidth is that of a --topology: give one, as 1xW for one host, or give --beta",
     "simulate ddp.json --topology 1x2 --bandwidth 10": "the machine has 2 devices, but there are 4 workers",
     "simulate ddp.json --slow 4=2": "--slow 4=2: there are ranks 0 to 3",
     "simulate ddp.json --slow 1=0.5": "should be as 0=1.3",
@@ -147,6 +147,9 @@ COMMANDS = {
     # Transports
     "check 1f1b.json --transport nccl": "--transport 'nccl' is none of mpi, in-order:{one,rank,pair,edge,",
     "repair 1f1b.json": "repair needs either --transport or --fewest",
+    "repair 1f1b.json --fewest --cost F=5,B=1": "--fewest simulates nothing: leave --cost out",
+    "export 1f1b.json --to torch --topology 1x4 --bandwidth 1 -o -": "leave --topology out",
+    "compile 1f1b-rr --stages 2 --replicas 2,2 --microbatches 8 --interleave -o -": "--interleave takes one number of",
     "repair 1f1b.json --transport mpi": "repair moves messages for a transport that delivers in order",
     # Pictures, comparisons, exports
     "draw 1f1b.json -o a.pdf": "should end in .svg, .png or .html",
