@@ -115,8 +115,7 @@ def order_bound(
 
 def _ends(compute: Ints, way: Times, lengths: Times, own_window: bool, takes: Floats, capacity: Floats) -> float:
     """The largest `memory_bound` of all workers; arguments as in `order_bound`; `way`: the longest paths."""
-    longest, seen = 0.0, set()
-    placed = compute.reshape(len(way), -1)
+    longest, seen, placed = 0.0, set(), compute.reshape(len(way), -1)
     for w in range(len(capacity)):
         own = np.flatnonzero((placed == w).any(axis=1)).astype(np.int64)
         if not len(own):
@@ -163,8 +162,7 @@ def longest_ways(before: Sequence[Sequence[int]], lengths: Times, hops: Mapping[
 
 def _threaded(heads: Times, tails: Times, busy: Times) -> float:
     """The largest sum, over sets of nodes, of their least head, their work and their least tail."""
-    there = (busy > 0) & np.isfinite(heads) & np.isfinite(tails)
-    longest = 0.0
+    there, longest = (busy > 0) & np.isfinite(heads) & np.isfinite(tails), 0.0
     for head in np.unique(heads[there]):
         late = there & (heads >= head)
         for tail in np.unique(tails[late]):

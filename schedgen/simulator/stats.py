@@ -27,7 +27,7 @@ from schedgen.util.arrays import Numbers, Times
 def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: Machine | None = None) -> dict[str, Any]:
     """All numbers of a projected program that `check` accepts, by name, in the units of `cost` (default: the file's).
 
-    With a `machine` the numbers include bytes; its links are ignored.
+    With a `machine` the numbers include bytes; its links and speeds are ignored.
     """
     header = program.header
     cost = header.cost if cost is None else cost
@@ -207,7 +207,5 @@ def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
 def _exchanges(program: Program, run: Simulation) -> dict[str, Any]:
     """How many sums over slices there are, and the bytes that they move in all; empty without slices."""
     rows, T = program.exchanges(), program.header.tensor_parallel.degree
-    if T == 1:
-        return {}
     moved = int(2 * (T - 1) * run.summed_bytes[rows].sum() // T)  # by rings
-    return {"exchanges": {"sums": len(rows) // T, "bytes": moved}}
+    return {"exchanges": {"sums": len(rows) // T, "bytes": moved}} if T > 1 else {}

@@ -98,8 +98,7 @@ def time_breakdown(program: Program, timeline: Timeline) -> TimeBreakdown:
     time[:, COOL_DOWN] += after
     rest = finish - origin - time.sum(axis=1)  # gaps between measured instructions, or rounding
     time[:, OVERHEAD] += np.where(rest > 1e-9 * (finish - origin), rest, 0.0)
-    shares = early.astype(np.int8), late.astype(np.int8)
-    return TimeBreakdown(time, origin, finish - origin, until, *shares, awaited)
+    return TimeBreakdown(time, origin, finish - origin, until, early.astype(np.int8), late.astype(np.int8), awaited)
 
 
 def _first_part(waits: Waits, timeline: Timeline, awaited: Numbers) -> Times:

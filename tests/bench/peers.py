@@ -200,10 +200,7 @@ def main() -> None:
         losses[side].append(float(sum(found)) / len(found))
 
     for number in range(options.steps + WARM):
-        turns = {
-            "ours": lambda: ours.run(number).losses,
-            "theirs": lambda: theirs(number),
-        }
+        turns = {"ours": lambda: ours.run(number).losses, "theirs": lambda: theirs(number)}
         for side in sorted(turns, reverse=bool(number % 2)):  # the sides go first in turn
             lap(side, turns[side])
     mine = sum(part.nbytes for stage in ours.stages.values() for part in stage.owned.values())

@@ -17,10 +17,7 @@ BASES = {
     "ties": ("1f1b --microbatches 2", {"stages": 4, "tied": TIES}),
     "ties of all": ("ddp --microbatches 4 --workers 4", {"stages": 4, "tied": TIES}),
     "tie of one": ("zb-v --microbatches 4", {"stages": 8, "tied": [[0, 7]]}),
-    "outputs": (
-        "1f1b --microbatches 2",
-        {"stages": 4, "edges": [[0, 1], [0, 3], [1, 2], [2, 3]], "per_consumer": [0]},
-    ),
+    "outputs": ("1f1b --microbatches 2", {"stages": 4, "edges": [[0, 1], [0, 3], [1, 2], [2, 3]], "per_consumer": [0]}),
     "shards": ("fsdp --stages 2 --microbatches 2 --workers 2 --shards 2", {}),
     "sliced": ("1f1b --stages 2 --microbatches 2 --tensor 2", {}),
     "slices": (

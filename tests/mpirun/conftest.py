@@ -65,12 +65,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory, warm_ranks: list[str]) -> C
         with (folder / marker).open("w+") as out, (folder / "err").open("w+") as err:
             begin = time.monotonic()
             job = subprocess.Popen(
-                command,
-                cwd=HERE,
-                env=environment(marker, env),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
+                command, cwd=HERE, env=environment(marker, env), stdin=subprocess.DEVNULL, stdout=out, stderr=err
             )
             try:
                 code: int | None = job.wait(limit)

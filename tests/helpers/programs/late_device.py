@@ -28,11 +28,7 @@ from late_graphs import LateGraph, Pool, bytes_at, recorded
 from late_streams import COMPUTE, Event, Streams, WordOperations
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
 
 from mpirun.comm.device import Device
 from mpirun.comm.stream_words import Number, StreamWords

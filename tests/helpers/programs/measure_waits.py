@@ -111,10 +111,7 @@ def hiding(pair: MPI.Intracomm) -> dict[str, list[float]]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    result: dict[str, Any] = {
-        "waiting": waiting(Transport(WORLD, [])),
-        "works": MessageProgress(WORLD).allowed,
-    }
+    result: dict[str, Any] = {"waiting": waiting(Transport(WORLD, [])), "works": MessageProgress(WORLD).allowed}
     pair = WORLD.Split(WORLD.rank // 2)
     if WORLD.rank < 2:
         result |= pair.bcast(hiding(pair), 1)

@@ -384,16 +384,8 @@ class WithoutLength(Dataset):
         (numbers(9), {"sampler": [1], "batch_sampler": [[1]]}, f"shuffle, sampler and batch_sampler {ORDERS}"),
         (numbers(9), {"sampler": []}, "the dataset is empty"),
         (numbers(9), {"batch_sampler": []}, "the dataset is empty"),
-        (
-            numbers(9),
-            {"batch_sampler": [[1] * 7, [2] * 8]},
-            "a list of the batch_sampler has 7 indices, but...",
-        ),
-        (
-            numbers(9),
-            {"batch_sampler": [[1] * 8, [2] * 9]},
-            "a list of the batch_sampler has 9 indices, but...",
-        ),
+        (numbers(9), {"batch_sampler": [[1] * 7, [2] * 8]}, "a list of the batch_sampler has 7 indices, but..."),
+        (numbers(9), {"batch_sampler": [[1] * 8, [2] * 9]}, "a list of the batch_sampler has 9 indices, but..."),
         ([1, 2], {}, f"{ITEMS} a Tensor"),
         ([(1, 2, 3)], {}, f"{ITEMS} 3 values"),
     ],

@@ -111,7 +111,7 @@ REFUSED = {
     "models_for_graphs:counts_forwards_and_reads_values": [
         "1 is computed without a graph: FWD: its operations change from one time to the next",
         "3 is computed without a graph: FWD: aten._local_scalar_dense.default makes the host wait for values",
-    ],
+    ]
 }
 REFUSED |= further(
     (

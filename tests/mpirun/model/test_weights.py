@@ -165,10 +165,7 @@ def test_tied_under_another_name_and_what_is_missing(tmp_path: Path) -> None:
     ("change", "why"),
     [
         ({"layer2.bias": torch.ones(3)}, "weights: layer2.bias has shape (3,), but (16,) in the model"),
-        (
-            {"layer2.bias": torch.ones(16, dtype=torch.long)},
-            "layer2.bias is torch.int64, but torch.float32 in",
-        ),
+        ({"layer2.bias": torch.ones(16, dtype=torch.long)}, "layer2.bias is torch.int64, but torch.float32 in"),
     ],
 )
 def test_weights_that_do_not_fit(change: dict[str, Tensor], why: str) -> None:

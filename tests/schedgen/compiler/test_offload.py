@@ -43,10 +43,7 @@ def letters(program, rank):
 
 def test_copies_have_the_time_of_so_many_jobs_as_prefetch_says():
     lists = [letters(checked("gpipe", 1, 4, offload=[(0, 0)], prefetch=ahead), 0) for ahead in range(2)]
-    assert lists == [
-        "F0 out0 free0 F1 F2 F3 in0 B0 B1 B2 B3",
-        "F0 out0 F1 free0 F2 in0 F3 B0 B1 B2 B3",
-    ]
+    assert lists == ["F0 out0 free0 F1 F2 F3 in0 B0 B1 B2 B3", "F0 out0 F1 free0 F2 in0 F3 B0 B1 B2 B3"]
 
 
 def test_a_split_backward_has_a_second_wait():

@@ -128,10 +128,7 @@ def test_slices_of_a_replicated_stage_that_would_drift_apart_are_refused(run, re
 
 @pytest.mark.parametrize(
     ("op", "name", "sizes", "more"),
-    [
-        (Op.BWD, "gpipe", (1, 2), {}),
-        (Op.ADD, "fsdp", (2, 4, 8), {"replicated_stages": (0,), "fan_out": 8}),
-    ],
+    [(Op.BWD, "gpipe", (1, 2), {}), (Op.ADD, "fsdp", (2, 4, 8), {"replicated_stages": (0,), "fan_out": 8})],
 )
 def test_another_order_on_one_slice_of_a_replicated_stage_is_refused(op, name, sizes, more):
     """The same change on all slices is right."""

@@ -194,14 +194,7 @@ class Inside(Four):
 
 
 @pytest.mark.parametrize(
-    ("make", "numbers"),
-    [
-        (Regions, [1]),
-        (Parts, [2]),
-        (Norm, [2]),
-        (Fill, [2, 3]),
-        (Inside, [2, 3]),
-    ],
+    ("make", "numbers"), [(Regions, [1]), (Parts, [2]), (Norm, [2]), (Fill, [2, 3]), (Inside, [2, 3])]
 )
 def test_stages_compute_what_the_module_does(make: Callable[[], nn.Module], numbers: list[int]) -> None:
     wide = torch.linspace(-1, 1, 8 * WIDTH).view(4, 2 * WIDTH)
@@ -487,8 +480,7 @@ def layers() -> nn.Sequential:
 
 
 @pytest.mark.parametrize(
-    ("stages", "runs"),
-    [(4, ["01", "23", "4", "5"]), ([2, "5"], ["01", "234", "5"]), (["0", "3"], ["012", "345"])],
+    ("stages", "runs"), [(4, ["01", "23", "4", "5"]), ([2, "5"], ["01", "234", "5"]), (["0", "3"], ["012", "345"])]
 )
 def test_sequential(stages: Any, runs: list[str]) -> None:
     module = layers()
