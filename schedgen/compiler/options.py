@@ -53,7 +53,7 @@ class Options:
         "--sums", "how several owners of a stage sum its gradient: at once, or by messages along a ring, a tree, or "
         "inside hosts and then between them, which --machine or --topology says", default=ALLREDUCE, choices=SUMS,
     )  # fmt: skip
-    hosts: Hosts | None = None  # from the number of workers to the host of each, for two-level sums
+    hosts: Hosts | None = None  # for two-level sums
     prefetch: int = option("--prefetch K", "how many jobs before its SEND a receive is posted", natural, 1)
     recompute: str | Collection[Jobs] = option(
         "--recompute all|except-last|S,S.B,...",

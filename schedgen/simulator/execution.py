@@ -24,7 +24,7 @@ import numpy as np
 
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
-from schedgen.simulator.link_queues import Queues, begin, new_queues, take_turn
+from schedgen.simulator.link_queues import Queues, make_ready, new_queues, take_turn
 from schedgen.simulator.network import Paths, Sums
 from schedgen.simulator.timeline import CAUSES, OFFLOAD_CAUSE, REDUCTION, SEND_CAUSE
 from schedgen.util.arrays import Ints, Numbers, Small, Times
@@ -199,7 +199,7 @@ def execute(
                     if end > parts:
                         unknown_sums[0] += 1
                     for part in range(parts, end):
-                        if begin(rows + part, now, paths, queues, tree):
+                        if make_ready(rows + part, now, paths, queues, tree):
                             _sum_part(rows + part, now, paths, sums, run)
                     if end == parts:  # NORM, or a sum that occupies no link
                         if o == Op.ALLREDUCE:
@@ -247,7 +247,7 @@ def execute(
                 if arrival[send] < 0 and free and starts:
                     arrival[send] = start[send]
                     _wake(asleep, next_asleep, send, tree, leaves + links, arrival[send])
-                elif arrival[send] < 0 and met and not free and begin(send, now, paths, queues, tree):
+                elif arrival[send] < 0 and met and not free and make_ready(send, now, paths, queues, tree):
                     arrival[send] = now + lasts[send]
                     _wake(asleep, next_asleep, send, tree, leaves + links, now)
             if clock[r] > now:

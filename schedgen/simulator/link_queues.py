@@ -85,17 +85,17 @@ def queue(message: int, link: int, queues: Queues, tree: Times) -> None:
 def take_turn(message: int, now: float, paths: Paths, queues: Queues, tree: Times) -> bool:
     """Start a message, or its next turn, if its path is free; else it waits. Returns whether its last turn starts."""
     begin, end, turns, left = paths.first[message], paths.first[message + 1], paths.turns[message], queues.turns_left
-    busy, free_at, link = -1, queues.free_at, paths.link
+    last, free_at, link = -1, queues.free_at, paths.link  # last: of the links of the path, the last to become free
     for k in range(begin, end):
-        if free_at[link[k]] > now and (busy < 0 or free_at[link[k]] >= free_at[busy]):
-            busy = int(link[k])
-    if busy >= 0:
-        queue(message, busy, queues, tree)
+        if free_at[link[k]] > now and (last < 0 or free_at[link[k]] >= free_at[last]):
+            last = int(link[k])
+    if last >= 0:
+        queue(message, last, queues, tree)
         return False
     for k in range(begin, end):
         free_at[link[k]] = now + paths.hold[k]
-        if busy < 0 or free_at[link[k]] >= free_at[busy]:
-            busy = int(link[k])
+        if last < 0 or free_at[link[k]] >= free_at[last]:
+            last = int(link[k])
     if turns == 1:
         return True
     queues.turn[paths.first_turn[message] + turns - left[message]] = now
@@ -103,13 +103,13 @@ def take_turn(message: int, now: float, paths: Paths, queues: Queues, tree: Time
     following = message if left[message] else queues.behind[message]
     if following >= 0:
         put_last(following, queues)
-        queue(following, busy, queues, tree)
+        queue(following, last, queues, tree)
     return bool(left[message] == 0)
 
 
 @kernel
-def begin(message: int, now: float, paths: Paths, queues: Queues, tree: Times) -> bool:
-    """Start a message that is ready, as `take_turn`, unless it has to wait for another of its path."""
+def make_ready(message: int, now: float, paths: Paths, queues: Queues, tree: Times) -> bool:
+    """A message is ready: as `take_turn`, unless it has to wait behind another of its path."""
     if paths.turns[message] > 1:
         before = queues.latest[paths.path[message]]
         queues.latest[paths.path[message]] = message

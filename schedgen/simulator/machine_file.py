@@ -81,8 +81,10 @@ def _level(values: Any, where: str, number: int, is_last: bool) -> Level:
 def _host(values: Any, where: str) -> HostLink:
     """The link to the host's memory that a JSON value describes; RefusedFile if it describes none."""
     host = HostLink(**values) if isinstance(values, dict) and values.keys() <= {*HostLink._fields} else None
-    if host is None or not (_is_count(host.devices) and all(map(is_amount, values.values()))):
-        raise RefusedFile(f"{where} should have some of {', '.join(HostLink._fields)}: numbers, none below 0")
+    if host is None or not (_is_count(host.devices) and all(map(is_amount, values.values())) and host.memory):
+        raise RefusedFile(
+            f"{where} should have some of {', '.join(HostLink._fields)}: numbers, none below 0, memory above"
+        )
     return host
 
 

@@ -162,7 +162,7 @@ class Paths(NamedTuple):
     def from_last_turn(self, lasts: Times) -> Times:
         """How long rows take; of messages, from the beginning of their last turn."""
         rest, shared = lasts.copy(), np.flatnonzero(self.turns[: len(lasts)] > 1)
-        longest = np.maximum.reduceat(np.append(self.hold, 0.0), self.first[:-1])
+        longest = np.maximum.reduceat(np.append(self.hold, 0.0), self.first[:-1]) if len(shared) else self.hold
         rest[shared] -= (self.turns[shared] - 1) * longest[shared]
         return rest
 
@@ -275,8 +275,8 @@ class Links:
         turns = np.exp2(np.ceil(np.log2(np.maximum(TURNS * on_card / most, 1.0)))).astype(np.int8)
         first_turn = np.cumsum(np.where(turns > 1, turns, 0)) - turns
         begin, path = paths.first[:-1][turns > 1], np.full(len(count), -1, np.int32)
-        ends = np.stack([paths.link[begin], paths.link[begin + (count[turns > 1] > 1)]])  # these tell the others
-        path[turns > 1] = np.unique(ends, axis=1, return_inverse=True)[1].ravel()
+        second = paths.link[begin + (count[turns > 1] > 1)]  # the first two links tell the others
+        path[turns > 1] = np.unique(paths.link[begin].astype(np.int64) * self.count + second, return_inverse=True)[1]
         return Paths(paths.first, paths.link, paths.hold / turns[message], turns, first_turn, path)
 
     def sum_of(self, members: Sequence[int]) -> SumOfAByte:

@@ -117,6 +117,8 @@ def test_plan_and_search_keep_to_the_devices_memory(run, refused, tmp_path):
         ({**TWO_HOSTS, "host": {"devices": 4}}, "4 devices that share a link lie in several hosts"),
         ({**TWO_HOSTS, "host": {"beta": -1}}, "none below 0"),
         ({**TWO_HOSTS, "host": {"memory": [1e9, 1e9]}}, "numbers, none below 0"),
+        ({**TWO_HOSTS, "host": {"memory": 0}}, "memory above"),
+        ({**TWO_HOSTS, "host": {"devices": 0}}, "none below 0"),
         ({**TWO_HOSTS, "speed": [1, 1, 2, 1]}, "speed should be a number above 0 and at most 1"),
     ],
 )
