@@ -138,19 +138,15 @@ class MicrobatchReader:
         self.kept: dict[int, Microbatch] = {}  # those that a later job still reads
         self.readers = 0
         self.last_reader: dict[int, int] = {}  # by microbatch
-        self.last_of_input: dict[int, int] = {}
         self.digests: dict[int, str] | None = None  # hashes of those made from now on; None: they are not recorded
 
-    def reader(self, mb: int, keep: bool, reads_input: bool = False) -> Callable[[], Microbatch]:
+    def reader(self, mb: int, keep: bool) -> Callable[[], Microbatch]:
         """A function that reads a microbatch for a job; call `reader` in the order of the jobs.
 
-        `keep`: keep what later jobs read of it; False for a forward that saves nothing for its backward. What they
-        read are targets and, if they say so, inputs: what is offloaded is then held by nobody else.
+        `keep`: keep it for later jobs; False for a forward that keeps nothing on the device for its backward.
         """
         self.readers = reader = self.readers + 1
         self.last_reader[mb] = reader
-        if reads_input:
-            self.last_of_input[mb] = reader
 
         def read() -> Microbatch:
             batch = self.kept.pop(mb, None)
@@ -160,8 +156,7 @@ class MicrobatchReader:
                     self.digests[mb] = digest(made)
                 batch = to_device(made, self.device)
             if keep and self.last_reader[mb] > reader:
-                later_input = self.last_of_input.get(mb, 0) > reader
-                self.kept[mb] = batch if later_input else batch._replace(leaves=[])
+                self.kept[mb] = batch
             return batch
 
         return read

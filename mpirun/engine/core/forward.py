@@ -54,7 +54,8 @@ class Forward:
         self.arguments, self.specs = dataflow.arguments(i.stage), dataflow.outputs[i.stage]
         self.score = context.score(self.stage, i) if last and context.minibatch_loss is None else None
         reads = self.arguments.reads_input or self.score is not None
-        self.read = context.microbatches.reader(i.mb, self.saves, self.arguments.reads_input) if reads else None
+        offloads = (i.stage, i.mb) in context.offloaded  # the microbatch, too, should leave: others make it anew
+        self.read = context.microbatches.reader(i.mb, self.saves and not offloads) if reads else None
         self.records = not again and header.is_first_slice(i.stage)
         self.rng, self.position = self.stage.layer_rng, context.position
         self.draws = bool(self.rng.layers) or self.score is not None
@@ -62,7 +63,7 @@ class Forward:
         if self.score is not None:  # cached before a step: its memory does not count as kept by a forward
             loss_gradient(torch.float32, context.microbatches.source.count if self.has_flush else 1, self.device)
         self.run: Callable[..., tuple[list[Tensor], dict[str, Tensor]]] = context.around(
-            i, self.stage, self.compute_offloadable if (i.stage, i.mb) in context.offloaded else self.compute
+            i, self.stage, self.compute_offloadable if offloads else self.compute
         )
         self.put: Callable[[list[Tensor]], object]
         if again:  # only what its backward needs

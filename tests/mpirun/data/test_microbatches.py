@@ -13,8 +13,6 @@ from mpirun.data.dataset_loaders import loader_class
 from mpirun.data.microbatches import (
     Microbatch,
     Microbatches,
-    MicrobatchReader,
-    Position,
     chunk,
     in_own_memory,
     input_and_target,
@@ -159,10 +157,3 @@ def test_a_dict_has_its_leaves_in_sorted_order_of_its_keys() -> None:
     pieces = Microbatches(make, torch.zeros(1), 0, 2)
     for step, leaves in ((1, [2, 4, 3, 1]), (2, [5, 7, 6, 8])):
         assert [int(leaf[0]) for leaf in pieces(step, 0).leaves] == leaves
-
-
-def test_a_microbatch_that_is_kept_for_the_loss_alone_keeps_no_input() -> None:
-    """So nobody holds on the device what the first stage saves of it, and offloads."""
-    reader = MicrobatchReader(lambda step, mb: Microbatch([ROWS], ROWS[0], 1.0), CPU, Position())  # type: ignore[arg-type]
-    first, again, loss = (reader.reader(0, True, reads_input) for reads_input in (True, True, False))
-    assert [len(read().leaves) for read in (first, again, loss)] == [1, 1, 0] and not reader.kept
