@@ -242,27 +242,27 @@ def _local_stages(
     for index, shard in header.units_of(rank):
         owned_shards.setdefault(index, []).append(shard)
     named = {i.stage for i in instructions if i.op in COMPUTE or i.kind in (Kind.W, Kind.DW)}
-    modules, stages, digests = {}, dict[int, LocalStage](), dict[Values, str]()
-    # What is owned first: stages that share a parameter copy its value before one moves it to where it is fetched.
-    for index in sorted(named | owned_shards.keys(), key=lambda index: (index not in owned_shards, index)):
+    stages, digests = dict[int, LocalStage](), dict[Values, str]()
+    entries = [[*entry.values()] if isinstance(entry, Mapping) else [entry] for entry in setup.model.stages]
+    given = [any(isinstance(layer, nn.Module) for layer in layers) for layers in entries]  # not by a function, nor meta
+
+    def build(index: int) -> nn.Module:
         owned = index in owned_shards
-        modules[index] = build_stage(setup.model, index, setup.seed, values=owned, mapped=True)
-        digests |= value_digests(setup.model, index, modules[index], owned)
-    for index, module in modules.items():
-        entry = setup.model.stages[index]
-        made = entry.values() if isinstance(entry, Mapping) else [entry]
+        module = build_stage(setup.model, index, setup.seed, values=owned, mapped=True)
+        digests.update(value_digests(setup.model, index, module, owned))
+        return module
+
+    # What is owned first: stages that share a parameter copy its value before one moves it to where it is fetched. All
+    # of these are built before the first one moves; of others, one at a time is beside its flat weights.
+    order = sorted(named | owned_shards.keys(), key=lambda index: (index not in owned_shards, index))
+    tied = {stage for tie in setup.model.tied for stage, _ in tie}
+    modules = {index: build(index) for index in order if given[index] or index in tied}
+    for index in order:
+        module = modules.pop(index) if index in modules else build(index)
         stages[index] = LocalStage(
-            module,
-            index,
-            setup.shapes[index],
-            setup.device,
-            slots.weights(index),
-            setup.autocast_dtype,
-            header.weight_shards.of(index),
-            owned_shards.get(index, []),
-            stages.values(),
-            is_given=any(isinstance(layer, nn.Module) for layer in made),  # not by a function, nor on the meta device
-            call=setup.model.origin.call,
-        )
+            module, index, setup.shapes[index], setup.device, slots.weights(index), setup.autocast_dtype,
+            header.weight_shards.of(index), owned_shards.get(index, []), stages.values(), given[index],
+            setup.model.origin.call,
+        )  # fmt: skip
         stages[index].outside_norm = setup.model.tied_to_earlier(index, stages[index].names)
     return dict(sorted(stages.items())), digests
