@@ -95,9 +95,6 @@ def end_on_error(comm: MPI.Intracomm, error: BaseException) -> NoReturn:
     end_all_ranks(comm, "", error, not isinstance(error, UsageError | RefusedFile))
 
 
-_hooks_before: dict[object, Callable[..., object]] = {}  # by hook of a run that has not ended: the hook before
-
-
 def end_on_uncaught(comm: MPI.Intracomm, failing: Callable[[BaseException], object]) -> Callable[[], None]:
     """From now on an uncaught exception of the script's own code calls `failing`, and then ends all ranks.
 
@@ -109,14 +106,10 @@ def end_on_uncaught(comm: MPI.Intracomm, failing: Callable[[BaseException], obje
         end_on_error(comm, error)
 
     def give_back() -> None:
-        before = _hooks_before.pop(hook)
         if sys.excepthook is hook:
             sys.excepthook = before
-        for later, earlier in _hooks_before.items():
-            if earlier is hook:
-                _hooks_before[later] = before
 
-    _hooks_before[hook], sys.excepthook = sys.excepthook, hook
+    before, sys.excepthook = sys.excepthook, hook
     return give_back
 
 
