@@ -18,7 +18,7 @@ from mpirun.engine.setup import set_up, text_microbatches, use_host
 from mpirun.model.load_model import load_model
 from mpirun.training import profile
 from schedgen.checker import checked
-from schedgen.ir.graph_file import ModelGraph
+from schedgen.ir.header import Header
 from schedgen.util.errors import RefusedFile, UsageError
 from schedgen.util.files import check_writable
 
@@ -61,28 +61,27 @@ class Profile(profile.Profile):
     """One rank's part of the command."""
 
     def __init__(self, comm: MPI.Intracomm, options: ProfileOptions) -> None:
-        graph, self.steps = from_rank_0(comm, lambda: _graph(options)), options.steps
+        header, self.steps = from_rank_0(comm, lambda: _header(options)), options.steps
         host = use_host(comm, options)
-        model = together(comm, lambda: load_model(options.model, graph.stages, options.seed))
+        stages = options.stages or 1 if header is None else header.model_stages
+        model = together(comm, lambda: load_model(options.model, stages, options.seed))
         source = text_microbatches(comm, model, options, profile.MICROBATCHES)
         recipe, of_run = Recipe(partial(optimizer, options), clip=options.clip), values_of(options, SetupOptions)
-        prepare = partial(
-            set_up, comm, unsliced_model=model, source=source, options=RunOptions(**of_run), recipe=recipe, host=host
-        )
-        super().__init__(comm, graph, prepare, ("--output", options.output))
+        prepare = partial(set_up, comm, source=source, options=RunOptions(**of_run), recipe=recipe, host=host)
+        super().__init__(comm, model, header, prepare, ("--output", options.output))
 
     def execute(self) -> None:
         """Measure, and write the file on rank 0. Collective."""
         self.write(self.steps)
 
 
-def _graph(options: ProfileOptions) -> ModelGraph:
+def _header(options: ProfileOptions) -> Header | None:
     if options.schedule is None:
-        return load_model(options.model, options.stages or 1, options.seed).graph()
+        return None
     try:
         header = checked(options.schedule).header
     except OSError as error:
         raise RefusedFile(f"{options.schedule}: {error.strerror}") from None
     if options.stages not in (None, header.model_stages):
         raise UsageError(f"--stages {options.stages}: {options.schedule} has {header.model_stages}")
-    return profile.graph_of(header)
+    return header

@@ -31,7 +31,7 @@ from mpirun.model.contract import Model
 from mpirun.model.loss import loss_input, why_uncut
 from mpirun.training.batches import LossWeight, Shapes, StepBatches, loss_weights, shares
 from mpirun.training.evaluation import Evaluator
-from mpirun.training.profile import Copies, Profile, graph_of
+from mpirun.training.profile import Copies, Profile
 from mpirun.training.saving import Checkpoints
 from mpirun.training.session import Session
 from mpirun.watchdog import SETTING_UP
@@ -174,8 +174,8 @@ class Prepared:
             stage.give_back()  # before the first step, too, modules have values, which are copied
         session.setup.device.use_words(ready=False)  # until the next step: a profile allocates memory
         source = Copies(source.example) if isinstance(source, StepBatches) else source
-        set_up = partial(self._set_up, unsliced_model=self.model, source=source, options=self.measured)
-        profile = Profile(session.comm, graph_of(session.header), set_up, ("profile", path))
+        set_up = partial(self._set_up, source=source, options=self.measured)
+        profile = Profile(session.comm, self.model, session.header, set_up, ("profile", path))
         profile.beat = session.beat
         profile.write(steps)
 

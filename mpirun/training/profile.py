@@ -8,6 +8,7 @@ seconds      Every rank computes all stages by a schedule of one worker, with th
 overhead     On a CPU, the part of a job's seconds outside of the stage's module and of autograd.
 bytes        The same on all ranks: rank 0 counts them with the memory tracker, in a step of its own.
 machine      Messages are timed inside hosts and between them, and devices by the jobs (`machine_speed`).
+slices       Of a schedule with --tensor T, the first slice of each stage is measured, and lists have all T.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ from mpirun.engine.build import RunInterpreter, build_interpreter
 from mpirun.engine.core.context import Act
 from mpirun.engine.core.interpreter import Interpreter
 from mpirun.engine.core.stage import LocalStage
+from mpirun.engine.expand_slices import check_slices, expanded_model
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
 from mpirun.engine.other_sums import parameters_of_tie
 from mpirun.engine.setup import Setup
 from mpirun.model.build_stage import given_apart
+from mpirun.model.contract import Model
 from mpirun.model.dataflow import ALIGN
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.graph_file import ModelGraph
 from schedgen.ir.header import Header
 from schedgen.ir.instructions import F, Instruction, Kind, Op, W
 from schedgen.ir.program import Program
@@ -52,6 +54,7 @@ from schedgen.util.files import check_writable
 MICROBATCHES = 8  # of a step
 OPS = {"F": Op.FWD, "B": Op.BWD, "I": Op.BWD_I, "W": Op.BWD_W, "step": Op.STEP}
 HALVES = ("", "_input", "_weight")  # of the names of a stage's methods
+MakeSetup = Callable[..., Setup]
 Key = tuple[int, int]  # an opcode and a stage
 BufferKey = tuple[int, int, int, int]  # kind, stage, microbatch, consumer
 
@@ -95,16 +98,27 @@ class Profile:
     rank_seconds: Sequence[float] = ()  # by rank: of a job of each kind and stage
 
     def __init__(
-        self, comm: MPI.Intracomm, graph: ModelGraph, set_up: Callable[[Header], Setup], file: tuple[str, str]
+        self, comm: MPI.Intracomm, model: Model, header: Header | None, set_up: MakeSetup, file: tuple[str, str]
     ) -> None:
-        """`set_up`: for a schedule of one worker, with MICROBATCHES a step; `file`: its name in messages, its path.
+        """Of a model's stages; if the schedule has slices, of the first of each stage, whose outputs nobody adds up.
+
+        header  the schedule's; None: any that has the stages of the model
+        set_up  for a schedule of one worker, with MICROBATCHES a step, and an `unsliced_model`
+        file    its name in messages, its path
 
         Stop if the file cannot be written, the model does not fit, or its loss is of the whole minibatch.
         """
         self.comm, self.file = comm, file
         on_rank_0(comm, lambda: check_writable(*file))
-        self.program = from_rank_0(comm, lambda: _one_worker(graph))
-        self.instructions, self.setup = self.program.instructions(0), set_up(self.program.header)
+        self.program = from_rank_0(comm, lambda: _one_worker(model, header))
+        self.instructions, self.header = self.program.instructions(0), header or self.program.header
+        slices = self.header.tensor_parallel.degree
+        self.model = together(comm, lambda: expanded_model(model, self.header))
+        if slices > 1:  # the weights given are of whole stages, and any will do
+            together(comm, lambda: check_slices(model, self.header))
+            model = model._replace(stages=self.model.stages[::slices], sliced=(), weights=None)
+        self.setup = set_up(self.program.header, unsliced_model=model)
+        self.stages = [stage for stage in range(len(model.stages)) for _ in range(slices)]
         if self.setup.model.loss_of == "minibatch":
             raise Stop("a loss of the whole minibatch cannot be profiled: jobs are measured two microbatches at a time")
         together(comm, lambda: self.setup.device.try_messages(comm))
@@ -145,14 +159,16 @@ class Profile:
                 measured.setdefault((i.op, i.stage), []).append(_execute(machine, i, act, memory))
         gc.enable()
         self.current = None
-        stages = range(len(self.setup.shapes))
-        weight = [shape.weight_bytes for shape in self.setup.shapes]
+        stages, shapes = self.stages, self.setup.shapes
+        weight = [shape.weight_bytes for shape in shapes]
+        # What the first step makes, and what weight versions would: a float a parameter.
+        state = [measured[Op.STEP, s][0].kept + 4 * len(shape.parameter_names) for s, shape in enumerate(shapes)]
         graph, dataflow = self.program.header.graph, self.setup.dataflow
         by_edge = {"per_consumer": [dataflow.x(*edge).spec.bytes for edge in graph.edges]} if graph.per_consumer else {}
         return {
             "activation": [measured[Op.FWD, s][0].defined for s in stages],
             **by_edge,
-            "weight": weight,
+            "weight": [weight[s] for s in stages],
             "saved": [max(job.kept for job in measured[Op.FWD, s]) for s in stages],
             "half": [max(job.kept for job in measured[Op.BWD_I, s]) for s in stages],
             "freed": [max(job.freed for job in measured[Op.BWD_I, s]) for s in stages],
@@ -160,16 +176,16 @@ class Profile:
                 direction: [max(job.workspace for job in measured[OPS[direction], s]) for s in stages]
                 for direction in ("F", "B", "I", "W")
             },
-            **({"tied": self._tied()} if self.program.header.tied else {}),
-            "owned": [weight[s] + measured[Op.STEP, s][0].kept for s in stages],  # the first step makes the state
+            **({"tied": tied} if (tied := self._tied()) else {}),
+            "owned": [weight[s] + state[s] for s in stages],
         }
 
     def _tied(self) -> list[int]:
         """By tie: the bytes of the trained parameters that its stages share, as `tied_sum` packs them."""
         sizes = []
-        for stages in self.program.header.tied:
-            shape = self.setup.shapes[stages[0]]
-            shared = {name for names in parameters_of_tie(self.setup.model, stages) for name in names[stages[0]]}
+        for stages in self.header.tied:
+            shape = self.setup.shapes[self.header.model_stage(stages[0])]
+            shared = {name for names in parameters_of_tie(self.model, stages) for name in names[stages[0]]}
             places = zip(shape.parameter_names, shape.layout, strict=True)
             lengths = [place.end - place.begin for name, place in places if name in shared]
             sizes.append(sum(-(-length // ALIGN) * ALIGN for length in lengths))
@@ -191,8 +207,7 @@ class Profile:
             for _ in tqdm(range(steps), unit="step", disable=silent):
                 self._step(machine, measured)
         medians = self.comm.allgather({key: np.median(pairs, axis=0).tolist() for key, pairs in measured.items()})
-        stages = range(len(self.setup.shapes))
-        jobs = [(op, s) for name, op in OPS.items() if name != "step" for s in stages]
+        jobs = [(op, s) for name, op in OPS.items() if name != "step" for s in self.stages]
         least = sum(min(seconds for seconds, _ in measured[job]) for job in jobs)  # other programs lengthen a few jobs
         self.rank_seconds = self.comm.allgather(least)
         speed = speeds(self.rank_seconds)
@@ -200,7 +215,7 @@ class Profile:
             {
                 name: [
                     float(np.median([each * of_rank[op, s][k] for each, of_rank in zip(speed, medians, strict=True)]))
-                    for s in stages
+                    for s in self.stages
                 ]
                 for name, op in OPS.items()
             }
@@ -235,12 +250,6 @@ class Profile:
         self.current = None
 
 
-def graph_of(header: Header) -> ModelGraph:
-    """The graph of the model that a schedule is for."""
-    graph = header.model_graph
-    return ModelGraph(graph.stages, graph.edges, graph.per_consumer, header.model_ties)
-
-
 def _execute(machine: Interpreter, i: Instruction, act: Act, memory: MemoryCount) -> Bytes:
     machine.microbatches.forget()
     before = memory.live
@@ -271,12 +280,15 @@ def _buffers(graph: StageGraph, i: Instruction) -> tuple[list[BufferKey], list[B
     return read, [(Kind.G, p, i.mb, graph.gradient_consumer(p, i.stage)) for p in graph.producers[i.stage]]
 
 
-def _one_worker(graph: ModelGraph) -> Program:
-    """The program of a step on one worker.
+def _one_worker(model: Model, header: Header | None) -> Program:
+    """The program of a step on one worker, for the model's graph or that of a schedule.
 
     Microbatches go in pairs, so that a stage does two jobs of a kind in a row: the state of the caches is then between
     that of 1F1B and of GPipe. The backwards of one pair are whole, those of the next are split.
     """
+
+    graph = model.graph() if header is None else header.model_graph
+    tied = model.graph().tied if header is None else header.model_ties
 
     def n(s: np.ndarray, b: np.ndarray, d: np.ndarray) -> np.ndarray:
         job = np.where(d == F, s, 3 * graph.stages - 2 * s + (d == W))
@@ -286,4 +298,4 @@ def _one_worker(graph: ModelGraph) -> Program:
     scheme = scheme._replace(
         unsplit_backward=lambda s, b: (0 * s + b) // 2 % 2 == 0, edges=graph.edges, per_consumer=graph.per_consumer
     )
-    return compile(scheme, Sizes(graph.stages, MICROBATCHES, 1), Options(tied=graph.tied))
+    return compile(scheme, Sizes(graph.stages, MICROBATCHES, 1), Options(tied=tied))

@@ -105,7 +105,7 @@ def parse_profile(
         raise RefusedFile(f"{name}: should be an object with F and B, or F, I and W, or F of forwards alone")
     if header is not None:
         values = _profile_of_slices(values, header)
-        ties = 0 if header.tensor_parallel else len(header.tied)  # slices share parts of a tie's parameters
+        ties = len(header.tied)
     if len(lone := given & {"I", "W"}) == 1:
         raise RefusedFile(f"{name}: a backward has two halves, I and W, and only {lone.pop()} is given")
     listed = values.get("tied")
@@ -170,8 +170,9 @@ def _profile_of_slices(profile: dict[str, Any], header: Header) -> dict[str, Any
         return [amount / part for amount, part in zip(value, parts, strict=True) for _ in range(T)]
 
     expanded = {
-        key: value if key == "per_consumer" else of_slices(value, key not in _UNDIVIDED)
+        key: value if key in ("per_consumer", "tied") else of_slices(value, key not in _UNDIVIDED)
         for key, value in profile.items()
+        if key != "tied" or (isinstance(value, list) and len(value) == len(header.tied))  # else of whole stages
     }
     if isinstance(by_edge := profile.get("per_consumer"), list) and len(by_edge) == len(edges):
         sizes = dict(zip(edges, by_edge, strict=True))

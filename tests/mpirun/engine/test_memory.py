@@ -13,7 +13,7 @@ import re
 
 import pytest
 from examples import further
-from golden_cases import schedule
+from golden_cases import TRAINED, schedule
 
 from schedgen.cli.main import main as schedgen
 
@@ -21,7 +21,9 @@ MLP = "mpirun.examples.mlp:tiny"
 NAMES = ("ddp", "fslpp", *further("fsdp", "1f1b", "chimera", "interleaved-1f1b", "zb-v"))  # the last two: 8 stages
 # Schemes, and the number of weight shards of their stages.
 PARTS = {"zb-h1": 4, **dict(further(("fsdp", 4), ("gpipe", 3)))}
-MODELS = {"1f1b, tied": "models_for_tests:tied_of_four"}  # of schedules that are not for the MLP
+PROFILED = ("pipedream", "1f1b-tensor")  # by their schedules: a profile by the number of stages has no slices
+# Of schedules that are not for the MLP.
+MODELS = {"1f1b, tied": "models_for_tests:tied_of_four"} | {name: TRAINED[name] for name in PROFILED}
 OTHERS = (
     "1f1b, recompute",
     "fsdp, one slot",
@@ -33,6 +35,7 @@ OTHERS = (
     "1f1b, evict",
     "ddp, optimizers on the host",
     "fsdp, optimizers on the host",
+    *PROFILED,
     *(f"{scheme}, parts" for scheme in PARTS),
 )
 
@@ -53,6 +56,7 @@ def schedules(compiled):
     paths["zb-v, offload"] = compiled("zb-v", workers=4, stages=8, microbatches=8, offload="all", prefetch=0)
     paths["ddp, optimizers on the host"] = compiled("ddp", **sizes, offload_optimizer=True)
     paths["fsdp, optimizers on the host"] = compiled("fsdp", **sizes, shards=4, offload_optimizer=True)
+    paths |= {name: schedule(name, compiled) for name in PROFILED}
     for scheme, shards in PARTS.items():
         paths[f"{scheme}, parts"] = compiled(scheme, **sizes, shards=shards)
     return {name: paths[name] for name in (*NAMES, *OTHERS)}
@@ -77,17 +81,18 @@ def measured(several, schedules, text):
 def predicted(several, schedules, text, tmp_path_factory):
     """By schedule: the peak bytes of every rank, as stats predicts them."""
     folder = tmp_path_factory.mktemp("profiles")
-    profiled = ((MLP, 4), *further((MLP, 8)), *((model, 4) for model in MODELS.values()))
+    profiled = {key: ("--stages", key[1]) for key in ((MLP, 4), *further((MLP, 8)), (MODELS["1f1b, tied"], 4))}
+    profiled |= {(MODELS[name], name): ("--schedule", schedules[name]) for name in PROFILED}
     files = {key: folder / f"{number}.json" for number, key in enumerate(profiled)}
     runs = [
-        ["profile", "--model", model, "--text", text, "--stages", stages, "--steps", 1, "-o", name]
-        for (model, stages), name in files.items()
+        ["profile", "--model", model, "--text", text, option, value, "--steps", 1, "-o", files[model, of]]
+        for (model, of), (option, value) in profiled.items()
     ]
     assert [code for code, _ in several(1, runs)] == [0] * len(runs)
     by_name = {}
     for name, path in schedules.items():
         header = path.read_text().split('"programs"')[0]
-        stages = int(re.search(r'"stages": (\d+)', header)[1])
+        stages = name if name in PROFILED else int(re.search(r'"stages": (\d+)', header)[1])
         with contextlib.redirect_stdout(io.StringIO()) as out:
             assert schedgen(["stats", str(path), "--profile", str(files[MODELS.get(name, MLP), stages]), "--json"]) == 0
         by_name[name] = [worker["peak_bytes"] for worker in json.loads(out.getvalue())["workers"]]
