@@ -18,6 +18,7 @@ In: the list, what its rows wait for, how long rows take and what messages occup
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -138,10 +139,10 @@ def execute(
         if leaf < links:
             # All links that become free now, by the number of the message that waits at each and was ready first.
             while leaf < links and tree[1] == now:
-                set_leaf(tree, leaves + leaf, np.inf)
+                set_leaf(tree, leaves + leaf, inf)
                 set_leaf(freed, len(freed) // 2 + leaf, order[waiting_at[leaf]])
                 leaf = least_leaf(tree, leaves)
-            while freed[1] < np.inf:
+            while freed[1] < inf:
                 link = least_leaf(freed, len(freed) // 2)
                 message = waiting_at[link]
                 if free_at[link] <= now:
@@ -149,17 +150,17 @@ def execute(
                     if take_turn(message, now, paths, queues, tree):
                         if message < rows:
                             arrival[message] = now + lasts[message]
-                            _wake(asleep, next_asleep, message, tree, leaves + links, now)
+                            _wake(asleep, next_asleep, message, tree, leaves + links, arrival[message])
                         else:
                             _sum_part(message, now, paths, sums, run)
                     message = waiting_at[link]
                 is_next = message >= 0 and free_at[link] <= now
-                set_leaf(freed, len(freed) // 2 + link, order[message] if is_next else np.inf)
+                set_leaf(freed, len(freed) // 2 + link, order[message] if is_next else inf)
                 if message >= 0 and not is_next:
                     set_leaf(tree, leaves + link, free_at[link])
             continue
         r = leaf - links
-        again = np.inf  # when the rank acts again: never, if it sleeps or ends
+        again = inf  # when the rank acts again: never, if it sleeps or ends
         while at[r] < row_offsets[r + 1]:
             row = at[r]
             # The collective that the row enters, and the one that has to be done before it, if any. A STEP enters none.
@@ -249,7 +250,7 @@ def execute(
                     _wake(asleep, next_asleep, send, tree, leaves + links, arrival[send])
                 elif arrival[send] < 0 and met and not free and make_ready(send, now, paths, queues, tree):
                     arrival[send] = now + lasts[send]
-                    _wake(asleep, next_asleep, send, tree, leaves + links, now)
+                    _wake(asleep, next_asleep, send, tree, leaves + links, arrival[send])
             if clock[r] > now:
                 again = clock[r]
                 break
