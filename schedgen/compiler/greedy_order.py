@@ -8,6 +8,7 @@ redone forwards of a worker in flight together take the memory of one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,8 +125,8 @@ def _greedy(
             push(later[base[v] : base[v + 1]], later_size[v], rank[job], ready, by_rank)
             later_size[v] += 1
     for v in range(workers):
-        set_leaf(tree, leaves + v, 0.0 if later_size[v] else np.inf)
-    while tree[1] < np.inf:
+        set_leaf(tree, leaves + v, 0.0 if later_size[v] else inf)
+    while tree[1] < inf:
         v, time = least_leaf(tree, leaves), tree[1]
         now_v, later_v = now[base[v] : base[v + 1]], later[base[v] : base[v + 1]]
         while later_size[v] and time_of(later_v[0], ready, by_rank) <= time:
@@ -179,7 +180,7 @@ def _greedy(
                     later_size[u] += 1
                     if u != v:
                         set_leaf(tree, leaves + u, min(tree[leaves + u], max(free_at[u], ready[other])))
-        key = np.inf
+        key = inf
         if now_size[v] or _first_kind(v, caps, memory, queues) >= 0:
             key = free_at[v]
         elif later_size[v]:

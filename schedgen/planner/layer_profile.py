@@ -169,7 +169,8 @@ def _parse_pipedream(text: str, name: str) -> Layers:
                     raise ValueError(f"more than {limit} {plural}")
         except ValueError as error:
             raise RefusedFile(f"{name}:{number}: {error}") from None
-    order = sorted(nodes, key=_numbers_in_name)
+    split = re.compile("([0-9]{1,18})").split
+    order = sorted(nodes, key=lambda name: [int(x) if k % 2 else x for k, x in enumerate(split(name))])  # node2, node10
     index = {layer: k for k, layer in enumerate(order)}
     for producer, consumer in edges:
         if index[producer] >= index[consumer]:
@@ -218,8 +219,3 @@ def _parse_edge(line: str, nodes: Collection[str]) -> tuple[str, str]:
         if layer not in nodes:
             raise ValueError(f"no layer above is called '{clip(layer)}'")
     return match[1], match[2]
-
-
-def _numbers_in_name(name: str) -> list[str | int]:
-    """A sort key that puts node2 before node10."""
-    return [int(part) if k % 2 else part for k, part in enumerate(re.split(r"([0-9]{1,18})", name))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -101,8 +102,8 @@ def run_order(problem: OrderProblem, order: Numbers, limit: float, run: Run) -> 
             run.window[w] = time - start[place_job[row[w]]] if problem.own_window else time
             longest = max(longest, run.window[w])
             if longest > limit:
-                return np.inf
-    return longest if done == len(order) else np.inf
+                return inf
+    return longest if done == len(order) else inf
 
 
 def run_and_judge(problem: OrderProblem, order: Numbers, run: Run) -> float:
