@@ -23,7 +23,7 @@ from schedgen.ir.header import Header
 from schedgen.util.errors import UsageError
 
 
-def check_slices(model: Model, header: Header) -> None:
+def _check_slices(model: Model, header: Header) -> None:
     """UsageError if a schedule gives slices to other stages than the model, or cannot compute the model's loss."""
     if not header.tensor_parallel:
         return
@@ -46,7 +46,8 @@ def check_slices(model: Model, header: Header) -> None:
 
 
 def expanded_model(unsliced_model: Model, header: Header) -> Model:
-    """The model with slices. UsageError if it ties stages that the schedule, unless forward-only, does not."""
+    """The model with the schedule's slices; UsageError if it has others, or a schedule with backwards lacks ties."""
+    _check_slices(unsliced_model, header)
     model = expand_model(unsliced_model, header.tensor_parallel.degree)
     for tie in model.tied:
         stages = tuple(sorted({stage for stage, _ in tie}))

@@ -17,7 +17,7 @@ from mpirun.comm.fail_together import from_rank_0, together
 from mpirun.comm.waiting import check_launcher, sleeping_barrier
 from mpirun.data.microbatches import Microbatch, Microbatches, MicrobatchSource, training_text
 from mpirun.engine.core.stage import LocalStage
-from mpirun.engine.expand_slices import check_slices, expanded_model
+from mpirun.engine.expand_slices import expanded_model
 from mpirun.engine.loss import check_minibatch_loss
 from mpirun.engine.options import HostOptions, RunOptions, SetupOptions
 from mpirun.engine.recipe import Recipe
@@ -123,6 +123,5 @@ def _check_options(model: Model, options: RunOptions, recipe: Recipe, header: He
         raise UsageError("graphs: a CPU launches no kernels that could be captured")
     if not header.has_flush and recipe.clip is not None:
         raise UsageError("clip needs the whole gradient, and this schedule updates stages one by one")
-    check_slices(model, header)
     if model.loss_of == "minibatch":
         check_minibatch_loss(header)

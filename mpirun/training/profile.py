@@ -35,7 +35,7 @@ from mpirun.engine.build import RunInterpreter, build_interpreter
 from mpirun.engine.core.context import Act
 from mpirun.engine.core.interpreter import Interpreter
 from mpirun.engine.core.stage import LocalStage
-from mpirun.engine.expand_slices import check_slices, expanded_model
+from mpirun.engine.expand_slices import expanded_model
 from mpirun.engine.memory_tracker import MemoryCount, track_memory
 from mpirun.engine.other_sums import parameters_of_tie
 from mpirun.engine.setup import Setup
@@ -115,7 +115,6 @@ class Profile:
         slices = self.header.tensor_parallel.degree
         self.model = together(comm, lambda: expanded_model(model, self.header))
         if slices > 1:  # the weights given are of whole stages, and any will do
-            together(comm, lambda: check_slices(model, self.header))
             model = model._replace(stages=self.model.stages[::slices], sliced=(), weights=None)
         self.setup = set_up(self.program.header, unsliced_model=model)
         self.stages = [stage for stage in range(len(model.stages)) for _ in range(slices)]
@@ -287,8 +286,8 @@ def _one_worker(model: Model, header: Header | None) -> Program:
     that of 1F1B and of GPipe. The backwards of one pair are whole, those of the next are split.
     """
 
-    graph = model.graph() if header is None else header.model_graph
-    tied = model.graph().tied if header is None else header.model_ties
+    own = model.graph()
+    graph, tied = (own, own.tied) if header is None else (header.model_graph, header.model_ties)
 
     def n(s: np.ndarray, b: np.ndarray, d: np.ndarray) -> np.ndarray:
         job = np.where(d == F, s, 3 * graph.stages - 2 * s + (d == W))
