@@ -78,7 +78,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     except ImportError:  # for example no wheel for this Python yet: the same results, slower
         return _interpreted(function)
     # A kernel that allocates no array counts no references to them, which takes half of the time of a long one.
-    compiled = njit(_with_kernels(function, _compiled, {}), _nrt="np" in function.__code__.co_names)
+    # A call passes seven numbers for every array: kernels are put into their callers.
+    compiled = njit(_with_kernels(function, _compiled, {}), _nrt="np" in function.__code__.co_names, forceinline=True)
     with suppress(RuntimeError, AttributeError):  # no writable cache folder, or this numba caches differently
         compiled.enable_caching()
         index = compiled._cache._cache_file
