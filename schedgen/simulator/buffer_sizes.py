@@ -113,17 +113,18 @@ def buffer_sizes(machine: Machine, stages: int, edges: int = 0) -> BufferSizes:
 
 def message_bytes(program: Program, sizes: BufferSizes, rows: Numbers) -> Numbers:
     """Bytes of the buffer that each of these rows of messages and copies names; a received dw counts as its partial."""
-    header, table = program.header, program.rows.take(rows)
-    is_gradient, shard = table.kind == Kind.DW, np.maximum(table.shard, 0)
-    units = header.weight_shards.first_unit, header.gradient_units.first_unit
-    column: Numbers = np.where(is_gradient, units[1][table.stage], units[0][table.stage]) + shard
-    exchanged = np.isin(table.kind, EXCHANGED)
-    column[exchanged] = header.graph.size_columns(table.stage[exchanged], table.consumer[exchanged])
-    of_job = table.kind == Kind.SAVED
-    column[of_job] = table.stage[of_job]
+    header, table = program.header, program.rows
+    column, piece, kind = table.stage[rows], table.piece[rows], table.kind[rows]
+    is_gradient, has_consumer = kind == Kind.DW, (piece >= 0) & np.isin(kind, EXCHANGED)
+    of_weight = (header.weight_shards, np.isin(kind, (Kind.W, Kind.OPT))), (header.gradient_units, is_gradient)
+    for units, is_kind in of_weight:
+        if units:
+            column[is_kind] = units.first_unit[column[is_kind]] + np.maximum(piece[is_kind], 0)
+    column[has_consumer] = header.graph.size_columns(column[has_consumer], piece[has_consumer])
+    kind[is_gradient & (table.op[rows] == Op.RECV)] += 1
     x, g, w, dw, partial, saved, *_, state, _ = sizes.by_kind(header)
     by_kind: Numbers = np.stack([0 * x, x, g, w, dw, partial, saved, state])  # partial: for t, which is not sent
-    return by_kind[np.where(is_gradient & (table.op == Op.RECV), Kind.DW + 1, table.kind), column]
+    return by_kind[kind, column]
 
 
 def summed_bytes(program: Program, sizes: BufferSizes) -> Numbers:
@@ -138,8 +139,9 @@ def summed_bytes(program: Program, sizes: BufferSizes) -> Numbers:
     ]
     by_tie = np.array(tied, np.int64) if sizes.tied is None else sizes.tied
     summed = np.zeros(len(program), np.int64)
+    sums = program.rows_of(Op.ALLREDUCE)
     for kind, by_number in ((Kind.DW, sizes.weight), (Kind.T, by_tie)):
-        rows = np.flatnonzero((table.op == Op.ALLREDUCE) & (table.kind == kind))
+        rows = sums[table.kind[sums] == kind]
         summed[rows] = by_number[table.stage[rows]]
     rows = program.exchanges()
     summed[rows] = sizes.outputs(header)[header.graph.size_columns(table.stage[rows], table.consumer[rows])]

@@ -152,7 +152,7 @@ class Network(NamedTuple):
 class Paths(NamedTuple):
     """What messages occupy: message k is on `link[first[k] : first[k + 1]]`, each for `hold` in each of its turns."""
 
-    first: Numbers
+    first: Ints
     link: Ints
     hold: Times
     turns: Small = np.ones(0, np.int8)  # by message: a power of two
@@ -240,25 +240,26 @@ class Links:
 
         One of the ends is HOST where the message is a copy to or from the memory of the host.
         """
-        is_copy, rank = (source == HOST) | (to == HOST), np.maximum(source, to)
-        level = np.where(is_copy, 0, self.level(source, to))
-        time = np.where(is_copy, 0.0, self.beta[level] * size)
+        level, time, alpha = self.level(source, to), np.zeros(len(size)), np.zeros(len(size))
+        for k, each in enumerate(self.levels):
+            of = np.flatnonzero(level == k)
+            time[of], alpha[of] = each.beta * size[of], each.latency(size[of])
+        copies = np.flatnonzero(np.minimum(source, to) == HOST)
+        time[copies], alpha[copies], level[copies] = 0.0, self.host.alpha, 0
         columns = [(source, time), (self.workers + to, time)]
         for k, first, card, groups in self.cards:
-            below, on_card = self.group[k - 1], np.where(level >= k, card * size, -1.0)
+            below, on_card = self.group[k - 1], np.where(level >= k, card * size, 0.0)
             columns += [(first + below[source], on_card), (first + groups + below[to], on_card)]
-        host_link = self.first_of_host + rank // self.host.devices + self.host_links * (source == HOST)
-        columns.append((host_link, np.where(is_copy, self.host.beta * size, 0.0)))
+        if len(copies):
+            on_host, hold = np.maximum(source, to) // self.host.devices, np.zeros(len(size))
+            hold[copies] = self.host.beta * size[copies]
+            columns.append((self.first_of_host + on_host + self.host_links * (source == HOST), hold))
         links, holds = zip(*columns, strict=True)
-        alpha = np.where(is_copy, self.host.alpha, np.choose(level, [each.latency(size) for each in self.levels]))
-        lasts = reduce(np.maximum, holds) + np.where(size > 0, alpha, 0.0)
+        link, hold = np.stack(links, axis=1, dtype=np.int32), np.stack(holds, axis=1)
         # Along the columns, which are few, NumPy's own sums and maxima are slow.
-        used = sum((hold > 0).astype(np.int64) for hold in holds)
-        is_used = np.stack(holds, axis=1) > 0
-        link, hold = (
-            np.stack(parts, axis=1, dtype=type)[is_used] for parts, type in ((links, np.int32), (holds, float))
-        )
-        return Paths(np.concatenate([[0], np.cumsum(used)]), link, hold), lasts
+        used = np.concatenate([[0], sum((each > 0).astype(np.int64) for each in holds)])
+        lasts = reduce(np.maximum, holds) + np.where(size > 0, alpha, 0.0)
+        return Paths(np.cumsum(used), link[hold > 0], hold[hold > 0]), lasts
 
     def in_turns(self, paths: Paths) -> Paths:
         """The paths with turns for messages that cross a card: each of at most 1 / TURNS of the longest one's time."""

@@ -233,13 +233,13 @@ def _paths(program: Program, waits: Waits, sizes: BufferSizes, links: Links, las
     begin, count = (np.cumsum(parts) - parts)[group], parts[group] * (size > 0)
     first = np.concatenate([[0], np.cumsum(count)])
     part = np.arange(first[-1]) + np.repeat(begin - first[:-1], count)
-    links_of = np.zeros(len(program) + len(part), np.int64)  # by message: how many it occupies
-    links_of[sends], links_of[len(program) :] = np.diff(sent.first), 1
+    links_before = np.zeros(len(program) + len(part) + 1, np.int32)  # first, after each message: how many it occupies
+    links_before[1 + sends], links_before[1 + len(program) :] = np.diff(sent.first), 1
     paths = Paths(
-        np.concatenate([[0], np.cumsum(links_of)]),
+        np.cumsum(links_before, out=links_before),
         np.concatenate([sent.link, link[part]]),
         np.concatenate([sent.hold, hold[part] * np.repeat(size, count)]),
-        np.ones(len(links_of), np.int8),
+        np.ones(len(program) + len(part), np.int8),
     )
     return links.in_turns(paths), Sums(first, np.repeat(np.arange(len(rows), dtype=np.int32), count), latency)
 
