@@ -1,7 +1,7 @@
 """The execution of a program, event by event: the loop in which `simulate` spends its time.
 
-`tree` has a time for every link on which a message waits, when it is free, and for every rank, and the one with the
-least time is next: links before ranks. A rank is in one of four states, and has a time in the first two.
+Every link on which a message waits has a time, `due`, when it is free, and so may every rank, in `tree`. The least time
+is next: links before ranks. A rank is in one of four states, and has a time in the first two.
 
     acts    it takes the row that it is `at`, and goes on until a row takes time or has to wait
     waits   the row can start at a time that is known, which `clock` says
@@ -25,7 +25,7 @@ import numpy as np
 
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.program import Program
-from schedgen.simulator.link_queues import Queues, make_ready, new_queues, take_turn
+from schedgen.simulator.link_queues import Queues, make_ready, new_queues, set_due, take_turn
 from schedgen.simulator.network import Paths, Sums
 from schedgen.simulator.timeline import CAUSES, OFFLOAD_CAUSE, REDUCTION, SEND_CAUSE
 from schedgen.util.arrays import Ints, Numbers, Small, Times
@@ -67,7 +67,6 @@ class Run(NamedTuple):
     reduced: Times  # when the last of the others is done
     norm: Numbers  # the NORM that a rank has reached; -1: none
     queues: Queues
-    freed: Times  # a tree like `tree`, of the links that become free now: whose message was ready first
     # By rank.
     next_asleep: Ints  # the next rank that sleeps on the same; -1: none
     at: Numbers  # the row that it is at
@@ -77,13 +76,13 @@ class Run(NamedTuple):
     sent: Numbers  # of the buffer that its row frees or changes: a SEND that may not have arrived; -1: none
     latest: Times  # of what its row waits for and has arrived: the latest arrival ...
     latest_cause: Numbers  # ... and what it was: an index of CAUSES
-    tree: Times  # leaf by link and then by rank: when it is next
+    tree: Times  # a tournament tree: when each rank acts again
 
 
 def new_run(program: Program, members: Numbers, paths: Paths, sums: Sums, links: int) -> Run:
     """The state before anything has happened. `members`: how many ranks enter each collective."""
     rows, workers, collectives, messages = len(program), program.header.workers, len(members), len(paths.turns)
-    leaves = 1 << (links + workers - 1).bit_length()
+    leaves = 1 << max(workers - 1, 0).bit_length()
     return Run(
         start=np.zeros(rows),
         arrival=np.full(messages, -1.0),
@@ -96,7 +95,6 @@ def new_run(program: Program, members: Numbers, paths: Paths, sums: Sums, links:
         reduced=np.zeros(1),
         norm=np.full(1, -1),
         queues=new_queues(paths, links),
-        freed=np.full(2 << (links - 1).bit_length(), np.inf),
         next_asleep=np.full(workers, -1, np.int32),
         at=program.bounds[:-1].copy(),
         came=np.full(workers, -1),
@@ -120,46 +118,30 @@ def execute(
     """
     op, kind, other_end, row_offsets = listed
     first, sends, partner, collective, send_before = waiting
-    start, arrival, idle, cause, asleep, complete, outside, unknown_sums, reduced, norm = (
-        run.start, run.arrival, run.idle, run.cause, run.asleep, run.complete, run.outside, run.unknown_sums,
-        run.reduced, run.norm,
-    )  # fmt: skip
-    next_asleep, at, came, clock, left, sent, latest, latest_cause, tree = (
-        run.next_asleep, run.at, run.came, run.clock, run.left, run.sent, run.latest, run.latest_cause, run.tree,
-    )  # fmt: skip
-    queues, freed = run.queues, run.freed
-    order, free_at, waiting_at, next_waiting = queues.order, queues.free_at, queues.waiting, queues.next_waiting
-    rows, workers, leaves, links = len(op), len(row_offsets) - 1, len(tree) // 2, len(free_at)
+    (
+        start, arrival, idle, cause, asleep, complete, outside, unknown_sums, reduced, norm, queues,
+        next_asleep, at, came, clock, left, sent, latest, latest_cause, tree,
+    ) = run  # fmt: skip
+    rows, workers, leaves, due, next_link = len(op), len(row_offsets) - 1, len(tree) // 2, queues.due, queues.next_link
     for r in range(workers):
         if at[r] < row_offsets[r + 1]:
             left[r], sent[r] = first[at[r]], send_before[at[r]]
-            set_leaf(tree, leaves + links + r, 0.0)
-    while tree[1] < horizon:
-        leaf, now = least_leaf(tree, leaves), tree[1]
-        if leaf < links:
-            # All links that become free now, by the number of the message that waits at each and was ready first.
-            while leaf < links and tree[1] == now:
-                set_leaf(tree, leaves + leaf, inf)
-                set_leaf(freed, len(freed) // 2 + leaf, order[waiting_at[leaf]])
-                leaf = least_leaf(tree, leaves)
-            while freed[1] < inf:
-                link = least_leaf(freed, len(freed) // 2)
-                message = waiting_at[link]
-                if free_at[link] <= now:
-                    waiting_at[link] = next_waiting[message]
-                    if take_turn(message, now, paths, queues, tree):
-                        if message < rows:
-                            arrival[message] = now + lasts[message]
-                            _wake(asleep, next_asleep, message, tree, leaves + links, arrival[message])
-                        else:
-                            _sum_part(message, now, paths, sums, run)
-                    message = waiting_at[link]
-                is_next = message >= 0 and free_at[link] <= now
-                set_leaf(freed, len(freed) // 2 + link, order[message] if is_next else inf)
-                if message >= 0 and not is_next:
-                    set_leaf(tree, leaves + link, free_at[link])
+            set_leaf(tree, leaves + r, 0.0)
+    while min(tree[1], due[next_link[1]]) < horizon:
+        link = next_link[1]
+        if due[link] <= tree[1]:
+            now, message = due[link], queues.waiting[link]
+            if queues.free_at[link] <= now:
+                queues.waiting[link] = queues.next_waiting[message]
+                if take_turn(message, now, paths, queues):
+                    if message < rows:
+                        arrival[message] = now + lasts[message]
+                        _wake(asleep, next_asleep, message, tree, arrival[message])
+                    else:
+                        _sum_part(message, now, paths, sums, run)
+            set_due(link, now, queues)
             continue
-        r = leaf - links
+        r, now = least_leaf(tree, leaves), tree[1]
         again = inf  # when the rank acts again: never, if it sleeps or ends
         while at[r] < row_offsets[r + 1]:
             row = at[r]
@@ -200,13 +182,13 @@ def execute(
                     if end > parts:
                         unknown_sums[0] += 1
                     for part in range(parts, end):
-                        if make_ready(rows + part, now, paths, queues, tree):
+                        if make_ready(rows + part, now, paths, queues):
                             _sum_part(rows + part, now, paths, sums, run)
                     if end == parts:  # NORM, or a sum that occupies no link
                         if o == Op.ALLREDUCE:
                             complete[entered] += sums.latency[entered]
                             reduced[0] = max(reduced[0], complete[entered])
-                        _wake(asleep, next_asleep, rows + entered, tree, leaves + links, now)
+                        _wake(asleep, next_asleep, rows + entered, tree, now)
             if o == Op.NORM:  # waits for every rank and every sum, and then for the exchange of the step's numbers
                 norm[0] = entered
                 if outside[entered] > 0 or unknown_sums[0] > 0:
@@ -245,22 +227,20 @@ def execute(
             other = partner[row]
             if other >= 0:
                 met, send = at[other_end[row]] > other, row if starts else other
-                if arrival[send] < 0 and free and starts:
-                    arrival[send] = start[send]
-                    _wake(asleep, next_asleep, send, tree, leaves + links, arrival[send])
-                elif arrival[send] < 0 and met and not free and make_ready(send, now, paths, queues, tree):
+                is_ready = arrival[send] < 0 and (starts if free else met)
+                if is_ready and (free or make_ready(send, now, paths, queues)):
                     arrival[send] = now + lasts[send]
-                    _wake(asleep, next_asleep, send, tree, leaves + links, arrival[send])
+                    _wake(asleep, next_asleep, send, tree, arrival[send])
             if clock[r] > now:
                 again = clock[r]
                 break
-        set_leaf(tree, leaves + links + r, again)
+        set_leaf(tree, leaves + r, again)
 
 
 @kernel
 def _sum_part(message: int, now: float, paths: Paths, sums: Sums, run: Run) -> None:
     """The last turn of a part of a sum has started: if it is the last part, whoever waits for the sum may go on."""
-    rows, first_leaf = len(run.start), len(run.tree) // 2 + len(run.queues.free_at)
+    rows = len(run.start)
     c = sums.collective[message - rows]
     run.arrival[message] = now + paths.hold[paths.first[message]]
     run.complete[c] = max(run.complete[c], run.arrival[message])
@@ -269,16 +249,16 @@ def _sum_part(message: int, now: float, paths: Paths, sums: Sums, run: Run) -> N
         run.complete[c] += sums.latency[c]
         run.reduced[0] = max(run.reduced[0], run.complete[c])
         run.unknown_sums[0] -= 1
-        _wake(run.asleep, run.next_asleep, rows + c, run.tree, first_leaf, now)
+        _wake(run.asleep, run.next_asleep, rows + c, run.tree, now)
         if run.unknown_sums[0] == 0 and run.norm[0] >= 0:
-            _wake(run.asleep, run.next_asleep, rows + run.norm[0], run.tree, first_leaf, now)
+            _wake(run.asleep, run.next_asleep, rows + run.norm[0], run.tree, now)
 
 
 @kernel
-def _wake(asleep: Ints, next_asleep: Ints, awaited: int, tree: Times, first_leaf: int, time: float) -> None:
+def _wake(asleep: Ints, next_asleep: Ints, awaited: int, tree: Times, time: float) -> None:
     """Wake the ranks asleep on a row or collective, to act again at `time`."""
     r = asleep[awaited]
     asleep[awaited] = -1
     while r >= 0:
-        set_leaf(tree, first_leaf + r, time)
+        set_leaf(tree, len(tree) // 2 + r, time)
         r = next_asleep[r]
