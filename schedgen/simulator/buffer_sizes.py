@@ -115,13 +115,14 @@ def message_bytes(program: Program, sizes: BufferSizes, rows: Numbers) -> Number
     """Bytes of the buffer that each of these rows of messages and copies names; a received dw counts as its partial."""
     header, table = program.header, program.rows
     column, piece, kind = table.stage[rows], table.piece[rows], table.kind[rows]
-    is_gradient, has_consumer = kind == Kind.DW, (piece >= 0) & np.isin(kind, EXCHANGED)
-    of_weight = (header.weight_shards, np.isin(kind, (Kind.W, Kind.OPT))), (header.gradient_units, is_gradient)
-    for units, is_kind in of_weight:
+    for units, kinds in ((header.weight_shards, (Kind.W, Kind.OPT)), (header.gradient_units, (Kind.DW,))):
         if units:
-            column[is_kind] = units.first_unit[column[is_kind]] + np.maximum(piece[is_kind], 0)
-    column[has_consumer] = header.graph.size_columns(column[has_consumer], piece[has_consumer])
-    kind[is_gradient & (table.op[rows] == Op.RECV)] += 1
+            of = np.flatnonzero(np.isin(kind, kinds))
+            column[of] = units.first_unit[column[of]] + np.maximum(piece[of], 0)
+    of = np.flatnonzero(piece >= 0)
+    of = of[np.isin(kind[of], EXCHANGED)]
+    column[of] = header.graph.size_columns(column[of], piece[of])
+    kind[(kind == Kind.DW) & (table.op[rows] == Op.RECV)] += 1
     x, g, w, dw, partial, saved, *_, state, _ = sizes.by_kind(header)
     by_kind: Numbers = np.stack([0 * x, x, g, w, dw, partial, saved, state])  # partial: for t, which is not sent
     return by_kind[kind, column]

@@ -256,10 +256,11 @@ class Links:
             columns.append((self.first_of_host + on_host + self.host_links * (source == HOST), hold))
         links, holds = zip(*columns, strict=True)
         link, hold = np.stack(links, axis=1, dtype=np.int32), np.stack(holds, axis=1)
+        is_used = hold > 0
         # Along the columns, which are few, NumPy's own sums and maxima are slow.
         used = np.concatenate([[0], sum((each > 0).astype(np.int64) for each in holds)])
         lasts = reduce(np.maximum, holds) + np.where(size > 0, alpha, 0.0)
-        return Paths(np.cumsum(used), link[hold > 0], hold[hold > 0]), lasts
+        return Paths(np.cumsum(used), link[is_used], hold[is_used]), lasts
 
     def in_turns(self, paths: Paths) -> Paths:
         """The paths with turns for messages that cross a card: each of at most 1 / TURNS of the longest one's time."""

@@ -163,9 +163,8 @@ def simulate_until(
     lasts = _durations(program, cost, machine)
     partner = waits.receiver.copy()
     partner[analysis.named.receives] = analysis.named.sends
-    copies = program.rows_of(*COPIES)
-    partner[copies] = copies
-    other_end = np.where(program.is_one_of(*COPIES), table.rank, table.operand)
+    copies, other_end = program.rows_of(*COPIES), table.operand.copy()
+    partner[copies], other_end[copies] = copies, table.rank[copies]
     listed = Listed(table.op, table.kind, other_end, program.bounds)
     waiting = Waiting(waits.first, waits.sends, partner, _awaited(program, waits), analysis.lifetimes.send_before)
     links = Links(machine.network, header.workers)
