@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -152,7 +151,8 @@ def read(source: BinaryIO, name: str) -> tuple[Program, str | None]:
         table, end = _read_lists(content, begin, limits)
         header = read_header(raw, limits, jobs=len(table.op))
     except Wrong as wrong:
-        raise RefusedFile(f"{name}:{_key_line(lines, wrong.key)}: {wrong}") from None
+        begins = (i for i, line in enumerate(lines, 1) if line.lstrip("{ ").startswith(f'"{wrong.key}"'))
+        raise RefusedFile(f"{name}:{next(begins, 1)}: {wrong}") from None
     for number, (line, written) in enumerate(zip(lines, header_lines(header), strict=False), start=1):
         if line != written:
             raise RefusedFile(f"{name}:{number}: not in canonical form; `schedgen seal` rewrites it")
@@ -236,8 +236,3 @@ def parse(content: str, name: str) -> Program:
     except Wrong as wrong:
         raise RefusedFile(f"{name}: {wrong}") from None
     return Program(header, concatenate([taken.rows]))  # as arrays of their own
-
-
-def _key_line(lines: Iterable[str], key: str) -> int:
-    """The line (from 1) of the header where the entry `key` begins; 1 if there is none."""
-    return next((i for i, line in enumerate(lines, start=1) if line.lstrip("{ ").startswith(f'"{key}"')), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -29,7 +30,8 @@ def read_network(file: AnyPath) -> Network:
 
 def network_of(values: Any, name: str) -> Network:
     """The network that a JSON value describes; RefusedFile, which begins with `name`, if it describes none."""
-    listed = values.get("levels") if isinstance(values, dict) and values.keys() <= {*KEYS} else None
+    _refuse_unknown(values, KEYS, name)
+    listed = values.get("levels") if isinstance(values, dict) else None
     if not isinstance(listed, list) or not 0 < len(listed) <= MOST_LEVELS:
         raise RefusedFile(f"{name}: a machine is an object with a list of levels and perhaps {', '.join(KEYS[1:])}")
     levels = tuple(_level(each, f"{name}: level {k}", k, k == len(listed) - 1) for k, each in enumerate(listed))
@@ -48,13 +50,20 @@ def network_of(values: Any, name: str) -> Network:
         if (outer & ~inner).any():
             raise RefusedFile(f"{name}: the groups of level '{level.name}' divide some of level '{below.name}'")
         if (outer == inner).all():
-            raise RefusedFile(f"{name}: no message uses level '{level.name}': it joins no two groups of '{below.name}'")
+            why = f"it joins no two groups of '{below.name}' of {count} devices"
+            raise RefusedFile(f"{name}: no message uses level '{level.name}': {why}")
     if (ends[0] & (np.arange(1, count) % network.host.devices > 0)).any():
         raise RefusedFile(f"{name}: host: {network.host.devices} devices that share a link lie in several hosts")
     return network
 
 
+def _refuse_unknown(values: Any, known: Sequence[str], where: str) -> None:
+    if isinstance(values, dict) and (unknown := [key for key in values if key not in known]):
+        raise RefusedFile(f"{where}: there is no '{clip(unknown[0])}', only {', '.join(known)}")
+
+
 def _level(values: Any, where: str, number: int, is_last: bool) -> Level:
+    _refuse_unknown(values, Level._fields, where)
     given = {"devices": 0, "card": 0, **values} if isinstance(values, dict) else {}
     devices, alpha = given.get("devices"), given.get("alpha")
     counts: list[Any] = devices if isinstance(devices, list) and devices else [devices]
@@ -80,7 +89,8 @@ def _level(values: Any, where: str, number: int, is_last: bool) -> Level:
 
 def _host(values: Any, where: str) -> HostLink:
     """The link to the host's memory that a JSON value describes; RefusedFile if it describes none."""
-    host = HostLink(**values) if isinstance(values, dict) and values.keys() <= {*HostLink._fields} else None
+    _refuse_unknown(values, HostLink._fields, where)
+    host = HostLink(**values) if isinstance(values, dict) else None
     if host is None or not (_is_count(host.devices) and all(map(is_amount, values.values())) and host.memory):
         raise RefusedFile(
             f"{where} should have some of {', '.join(HostLink._fields)}: numbers, none below 0, memory above"

@@ -86,6 +86,9 @@ def test_plan_and_search_keep_to_the_devices_memory(run, refused, tmp_path):
     plan = ("plan", profile, "--workers", 4, "--microbatches", 8, "--machine", machine, "--schemes", "1f1b", "--json")
     assert max(row["peak_bytes"] for row in json.loads(run(*plan).out)["schedules"]) <= 900
     small = written(tmp_path, {**TWO_HOSTS, "memory": 100})
+    assert run("compile", "1f1b", "--stages", 4, "--microbatches", 4, "-o", tmp_path / "1f1b.json").code == 0
+    result = run("simulate", tmp_path / "1f1b.json", "--saved", 100, "--machine", small)
+    assert result.code == 0 and "rank 0 needs 407 bytes, and its device has 100" in result.err
     sizes = ("--stages", 4, "--microbatches", 4, "--cost", "F=1,B=2", "--saved", 100)
     assert "no order within the memory limit" in refused(run("search", "1f1b", *sizes, "--machine", small), 2)
 
@@ -95,8 +98,8 @@ def test_plan_and_search_keep_to_the_devices_memory(run, refused, tmp_path):
     [
         ("[]", "a machine is an object with a list of levels"),
         ({"levels": []}, "a machine is an object with a list of levels"),
-        ({"levels": [HOST], "hosts": 2}, "a list of levels and perhaps speed, memory, host"),
-        ({"levels": [{**HOST, "latency": 1}]}, 'level 0: should be {"name": text, "devices": number or list, '),
+        ({"levels": [HOST], "hosts": 2}, "there is no 'hosts', only levels, speed, memory, host"),
+        ({"levels": [{**HOST, "latency": 1}]}, "level 0: there is no 'latency', only name, devices, alpha, beta, card"),
         ({"levels": [{**HOST, "beta": -1}]}, 'level 0: should be {"name": text, '),
         ({"levels": [{**HOST, "alpha": [[1, 2]]}]}, 'level 0: should be {"name": text, '),
         ({"levels": [{"name": "host", "alpha": 0}]}, 'level 0: should be {"name": text, '),
@@ -107,13 +110,13 @@ def test_plan_and_search_keep_to_the_devices_memory(run, refused, tmp_path):
             {"levels": [HOST, {**NETWORK, "devices": 3}, {**NETWORK, "name": "racks"}]},
             "the groups of level 'network' divide some of level 'host'",
         ),
-        ({"levels": [HOST, {**NETWORK, "devices": 2}]}, "no message uses level 'network'"),
+        ({"levels": [HOST, {**NETWORK, "devices": 2}]}, "it joins no two groups of 'host' of 2 devices"),
         ({"levels": [{**HOST, "devices": [2]}]}, "the machine has 2 devices, but there are 4 workers"),
         ({"levels": [HOST], "speed": [1, 0.5]}, "the machine has 2 devices, but there are 4 workers"),
         ({**TWO_HOSTS, "speed": [1, 1]}, "the numbers of devices differ: 4 by level 'host', 2 by speed"),
         ({"levels": [{**HOST, "devices": [2, 2]}]}, "level 0: the last level joins all devices: give their number"),
         ({"levels": [{**HOST, "devices": 3}]}, "the machine has 3 devices, but there are 4 workers"),
-        ({**TWO_HOSTS, "host": {"gamma": 1}}, "host should have some of alpha, beta, devices, memory"),
+        ({**TWO_HOSTS, "host": {"gamma": 1}}, "host: there is no 'gamma', only alpha, beta, devices, memory"),
         ({**TWO_HOSTS, "host": {"devices": 4}}, "4 devices that share a link lie in several hosts"),
         ({**TWO_HOSTS, "host": {"beta": -1}}, "none below 0"),
         ({**TWO_HOSTS, "host": {"memory": [1e9, 1e9]}}, "numbers, none below 0"),
