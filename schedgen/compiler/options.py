@@ -44,9 +44,9 @@ class Options:
     mode: str | None = option("--mode", "what n means; default: the scheme's own", choices=MODES)
     n: str | None = option("--n", "which job goes first; default: the scheme's own order", choices=tuple(ORDERS))
     cost: Mapping[str, float] | None = option(
-        "--cost F=1,B=2", "durations that greedy orders by; default: F=1,B=2 or F=1,I=1,W=1", read_cost
+        "--cost F=1,B=2", "durations that order greedy's jobs, and messages; default: F=1,B=2 or F=1,I=1,W=1", read_cost
     )
-    times: Mapping[str, Amount] | None = None  # the same by stage, for greedy alone: `cost` is what the file says
+    times: Mapping[str, Amount] | None = None  # the same by stage; then `cost` is what the file says
     weight_slots: int = option("--weight-slots K", "foreign weight copies held at a time", count, 2)
     fan_out: int = option("--fan-out K", "copies of a stage, or sums, that one worker sends, others relay", count, 2)
     sums: str = option(

@@ -1,7 +1,8 @@
 """`recipe_of`: how a schedule was compiled, read from its header, so that it can be compiled again with a change.
 
-A header does not keep everything: not a user's file, nor whether replicas were interleaved, nor the times by stage that
-greedy ordered by. What is missing is guessed, and a guess counts only if it compiles to the same instructions.
+A header does not keep everything: not a user's file, nor whether replicas were interleaved, nor times by stage, which
+place greedy's jobs and all messages. What is missing is guessed, and a guess counts only if it compiles to the same
+instructions.
 """
 
 from __future__ import annotations
@@ -93,9 +94,7 @@ def recipe_of(program: Program, times: Mapping[str, Amount] | None = None, hosts
             pairs = zip(again.rows.columns(), program.rows.columns(), strict=True)
             if again.header.scheme == header.scheme and all(np.array_equal(new, old) for new, old in pairs):
                 return recipe
-    raise UsageError(
-        f"{name} with this header does not compile to these instructions: they were searched for, or edited"
-    )
+    raise UsageError(f"these instructions were searched for or edited: {name} compiles to others")
 
 
 def _guesses(header: Header, times: Mapping[str, Amount] | None, hosts: Hosts | None) -> Iterator[Recipe]:
@@ -126,7 +125,7 @@ def _guesses(header: Header, times: Mapping[str, Amount] | None, hosts: Hosts | 
         updates=None if header.weight_versions.updates == own.updates else header.weight_versions.updates,
         **{name: lowering[name] for name in ("weight_slots", "fan_out", "prefetch")},
     )
-    by_stage = None if times is None or header.mode != "greedy" else own_costs(times, len(header.directions))
+    by_stage = None if times is None else own_costs(times, len(header.directions))
     for of_times, interleave in product((None, by_stage)[: 1 + bool(by_stage)], (False, True)):
         if not interleave or isinstance(sizes.replicas, int):
             yield Recipe(header.scheme["name"], sizes, replace(options, times=of_times), interleave, header)

@@ -153,7 +153,7 @@ class Advice(NamedTuple):
 
 
 def memory_advice(program: Program, cost: Mapping[str, Amount], machine: Machine, profiled: bool = False) -> Advice:
-    """Advice for a checked, projected program with these costs; `profiled`: greedy may have ordered by them."""
+    """Advice for a checked, projected program with these costs; `profiled`: it may be compiled with them."""
     own = simulate(program, cost, machine)
     peaks, parts = own.footprint.peak.tolist(), peak_parts(program, own.sizes)
     changes, not_tried, compiled = [], {}, 0
@@ -169,11 +169,11 @@ def memory_advice(program: Program, cost: Mapping[str, Amount], machine: Machine
             changed = recipe.compile()
             check_compiled(changed)
             run = simulate(changed, cost, machine)
-            changes.append(Change(change, int(run.footprint.peak.max()), float(run.end.max()), recipe.command))
+            changes.append(Change(change, int(run.footprint.peak.max()), run.makespan, recipe.command))
         except UsageError as error:
             not_tried[change] = str(error)
     changes.sort(key=lambda each: (each.peak_bytes, each.makespan))
-    return Advice(peaks, parts, float(own.end.max()), changes, not_tried)
+    return Advice(peaks, parts, own.makespan, changes, not_tried)
 
 
 _Tries = Iterator[tuple[str, Recipe | str]]  # a change, and the recipe with it or why there is none
