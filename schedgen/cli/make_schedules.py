@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -50,7 +50,7 @@ from schedgen.schemes.replicas import replicated
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.torch_list import TorchList, list_in, scheme_of
 from schedgen.schemes.user_file import new
-from schedgen.simulator.machine import parse_profile
+from schedgen.simulator.machine import Machine, parse_profile
 from schedgen.util.errors import SlowScheme, UsageError, note
 from schedgen.util.files import check_writable, display_name, is_standard_output, open_output, read_text
 
@@ -112,11 +112,18 @@ def _write_compiled(options: CompileOptions, scheme: Scheme, sizes: Sizes, graph
 
 def _with_times(options: CompileOptions, scheme: Scheme, stages: int, graph: ModelGraph | None) -> CompileOptions:
     """The options with the profile's times, and their mean ratios to F for the file; `stages`: of the model."""
-    edges = (graph.edges if graph else scheme.edges) or chain(stages)
-    text, shown = read_text(options.profile or "-"), display_name(options.profile or "-")
-    times, _ = parse_profile(text, shown, stages, edges, ties=len(graph.tied) if graph else 0, counted="the model has")
-    own = durations(times, 1 if options.forward else 3 if scheme.split else 2, shown)
+    profile = options.profile or "-"
+    times, _ = _read_costs(profile, stages, (graph.edges if graph else scheme.edges) or chain(stages), graph)
+    own = durations(times, 1 if options.forward else 3 if scheme.split else 2, display_name(profile))
     return replace(options, times=times, cost=cost_ratios(own))
+
+
+def _read_costs(
+    profile: str, stages: int, edges: Sequence[tuple[int, int]], graph: ModelGraph | None
+) -> tuple[dict[str, Amount], Machine]:
+    """The durations by stage, and the machine, of a profile of a model with so many stages and these edges."""
+    text, shown, ties = read_text(profile), display_name(profile), len(graph.tied) if graph else 0
+    return parse_profile(text, shown, stages, edges, ties=ties, counted="the model has")
 
 
 def _dump_to(folder: str) -> Dump:
@@ -195,8 +202,14 @@ def run_compare(options: CompareOptions) -> int:
     sizes = Sizes(options.stages, options.microbatches, options.workers, replicas=options.replicas)
     if options.cost and "B" not in options.cost and "I" not in options.cost:
         raise UsageError("compare compiles backwards, too: --cost must give F and B, or F, I and W")
+    cost, times, machine = options.cost, None, options.amounts if options.given not in ([], ["cost"]) else None
+    if options.profile:
+        times, machine = _read_costs(options.profile, options.stages, chain(options.stages), None)
+        cost = cost_ratios(durations(times, 2))
+    if machine and (network := options.network(machine.network)):
+        machine = machine.on(network)
     with _slow_schemes_noted():
-        comparison = compare(sizes, options.cost, options.memory_limit, options.files)
+        comparison = compare(sizes, cost, options.memory_limit, options.files, machine, times)
     for name in options.files:
         if name.endswith(".csv") and list_in(name).has_messages:
             note(f"{name} is compared with the messages of schedgen compile in place of its own")
@@ -255,9 +268,8 @@ def run_search(options: SearchOptions) -> int:
     machine = options.amounts
     if options.profile:
         edges = chain(stages) if scheme.edges is None else scheme.edges
-        shown, ties = display_name(options.profile), len(graph.tied) if graph else 0
-        cost, machine = parse_profile(read_text(options.profile), shown, stages, edges, ties=ties)
-        durations(cost, 2, shown)  # UsageError if it is of forwards alone
+        cost, machine = _read_costs(options.profile, stages, edges, graph)
+        durations(cost, 2, display_name(options.profile))  # UsageError if it is of forwards alone
     if (network := options.network(machine.network)) is not None:
         machine = machine.on(network)
     tied, begin = graph.tied if graph else (), time.perf_counter()

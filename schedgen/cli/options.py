@@ -186,7 +186,7 @@ class CompileOptions(Options, LoopOptions, HostOptions):
         listed(count),
     )  # fmt: skip
     graph: str | None = option("--graph FILE", MODEL_GRAPH, file=READ)
-    profile: str | None = option("--profile P", "JSON with durations by stage, for greedy", file=READ, without="cost")
+    profile: str | None = option("--profile P", "JSON with these durations, by stage", file=READ, without="cost")
     dump_passes: str | None = option("--dump-passes DIR", "a new folder for the list after each pass of compiling")
     transport: str = option("--transport T", f"the list is safe on it, too: {TRANSPORTS}", default="mpi")
     output: str = option("-o --output FILE", SCHEDULE, required=True, file=WRITTEN)
@@ -258,9 +258,9 @@ class ExportOptions(CostOptions, InputFile):
     """export: a schedule, its costs, and the form it is written in."""
 
     to: str = option(
-        "--to", "chrome: for Perfetto; chakra: MLCommons' traces, one per rank; torch: torch's list (compute_comms); "
+        "--to", "chakra: MLCommons' traces, one per rank; torch: torch's list (compute_comms); "
         "torch-jobs: its jobs alone (compute_only)",
-        required=True, choices=("chrome", "chakra", "torch", "torch-jobs"),
+        required=True, choices=("chakra", "torch", "torch-jobs"),
     )  # fmt: skip
     output: str = option("-o --output OUT", "- is standard output", required=True, file=WRITTEN)
 
@@ -275,7 +275,7 @@ class DiffOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareOptions(Form):
+class CompareOptions(Form, CostOptions):
     """compare: schemes besides the built-in ones, and the sizes, durations and limit that all are compiled for."""
 
     files: Sequence[str] = argument(
@@ -287,6 +287,7 @@ class CompareOptions(Form):
     replicas: int | None = option("--replicas R", "replicas of every scheme, each on W / R workers", count)
     memory_limit: int | None = option("--memory-limit M", LIMIT, count)
     cost: Mapping[str, float] | None = option("--cost F=1,B=2", "durations; I and W default to half of B", read_cost)
+    graph: None = None  # schemes are compared on a chain of stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +297,7 @@ class PlanOptions(Form, MachineOptions):
     profile: str = argument("PROFILE", "layers and costs: PipeDream's, or mpirun profile's; - is standard input")
     graph: str | None = option("--graph FILE", MODEL_GRAPH, file=READ)
     workers: int = option("--workers W", "ranks", count, required=True)
-    memory: float = option("--memory BYTES", "bytes a worker may hold; default: a device's", amount, math.inf)
+    memory: float = option("--memory BYTES", "bytes a worker may hold, if its device has as many", amount, math.inf)
     partition_only: bool = switch("--partition-only", "only where to cut, and replicas")
     microbatches: int | None = option("--microbatches B", "microbatches of a step, each as profiled", count)
     schemes: Sequence[str] | None = option(

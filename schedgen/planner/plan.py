@@ -241,7 +241,7 @@ def _timed(program: Program, candidate: Candidate, costs: StageCosts, front: _Po
         return None
     redone, away = (int((program.job_rows(op) >= 0).sum()) for op in (Op.RECOMPUTE, Op.OFFLOAD))
     where = candidate.sizes.stages, candidate.replicas, candidate.interleave, redone, away, costs.layer_counts
-    return PlannedSchedule(candidate.name, *where, float(run.end.max()), bytes, sums=candidate.sums)
+    return PlannedSchedule(candidate.name, *where, run.makespan, bytes, sums=candidate.sums)
 
 
 def _placed_candidates(candidates: Iterable[Candidate], fastest: float) -> list[_PlacedCandidate]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -61,10 +61,9 @@ def partition_as_text(numbers: dict[str, Any]) -> Iterator[str]:
     for number, stage in enumerate(numbers["stages"]):
         weight, memory = (short_bytes(stage[key]) for key in ("weight", "memory"))
         compute, time, transfer = (f"{stage[key]:.4g}" for key in ("compute", "time", "transfer"))
-        replicas, in_flight = str(stage["replicas"]), str(stage["in_flight"])
-        rows.append(
-            (str(number), _name_range(stage["layers"]), replicas, compute, weight, in_flight, memory, time, transfer)
-        )
+        replicas, in_flight, count = str(stage["replicas"]), str(stage["in_flight"]), len(stage["layers"])
+        layers = clip(stage["layers"][0]) + f" to {clip(stage['layers'][-1])} ({count})" * (count > 1)
+        rows.append((str(number), layers, replicas, compute, weight, in_flight, memory, time, transfer))
     yield from aligned(rows, 2)
     slowest = numbers["bottleneck"]["stage"]
     cause = "its own time" if numbers["bottleneck"]["what"] == "time" else "what it receives and sends"
@@ -119,8 +118,3 @@ def search_table(found: FoundOrder, objective: str, seconds: float, as_json: boo
     counts = (recomputed, "redone"), (offloaded, "offloaded")
     ways = "".join(f"; {count} forwards are {way}" for count, way in counts if count)
     return f"{objective} {found.value:.6g} by {found.source}{ways}; {proved}. {seconds:.0f} s"
-
-
-def _name_range(names: Sequence[str]) -> str:
-    first, last = clip(names[0]), clip(names[-1])
-    return first if len(names) == 1 else f"{first} to {last} ({len(names)})"

@@ -11,7 +11,7 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import le
+from operator import itemgetter, le
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from schedgen.checker import check_compiled
 from schedgen.compiler.compile import compile
 from schedgen.compiler.options import Options
-from schedgen.ir.cost import has_both, with_halves
+from schedgen.ir.cost import Amount, has_both, with_halves
 from schedgen.ir.instructions import Kind, Op
 from schedgen.ir.limits import check_workers
 from schedgen.ir.program import Program
@@ -27,6 +27,8 @@ from schedgen.ir.stage_graph import chain
 from schedgen.schemes import SCHEMES, load
 from schedgen.schemes.scheme import Scheme, Sizes
 from schedgen.schemes.torch_list import list_in, scheme_of
+from schedgen.simulator.machine import Machine
+from schedgen.simulator.simulate import Simulation, simulate
 from schedgen.simulator.stats import most_weights, stats
 from schedgen.util.errors import UsageError, one_line
 from schedgen.util.progress import over
@@ -40,20 +42,18 @@ class SchemeNumbers(NamedTuple):
 
     scheme: str  # its name, or the file as it was given
     groups: int | None  # None: the scheme has no groups
-    latency: float  # in the units of the cost
+    latency: float  # in the units of the cost, or of the times on a machine
     bubble: float  # idle fraction of workers x latency
-    gap: float  # latency over the largest lower bound (`schedgen.simulator.lower_bounds`), minus 1
+    gap: (
+        float | None
+    )  # latency over the largest lower bound (`schedgen.simulator.lower_bounds`), minus 1; not on a machine
+    makespan: float | None  # on a machine, with messages, sums and steps; None: none was given
     peak_activations: int  # saved forwards
     weights: float  # stages that a worker owns, plus the most foreign copies it holds at once
     activation_traffic: int  # activations and their gradients sent, by all workers
     weight_traffic: int  # weights and their gradients sent; a reduction among m workers sends 2 (m - 1)
-    best: bool  # on the Pareto front of latency, activations and weights
+    best: bool  # on the Pareto front of latency or makespan, activations and weights
     command: str  # the command that compiles it
-
-    @property
-    def label(self) -> str:
-        """The scheme and its groups: lpp G=2."""
-        return _label(self.scheme, self.groups)
 
 
 class LeftOut(NamedTuple):
@@ -79,39 +79,49 @@ def compare(
     cost: Mapping[str, float] | None = None,
     memory_limit: int | None = None,
     files: Sequence[str | os.PathLike[str]] = (),
+    machine: Machine | None = None,
+    times: Mapping[str, Amount] | None = None,
 ) -> Comparison:
     """Compile all built-in schemes and those that `files` define, FILE.py or FILE.csv.
 
     `cost`: F and B, or F, I and W; without I and W, each is half of B. `memory_limit`: the most saved forwards a worker
-    may hold; greedy orders are compiled under that limit, strict ones are left out if they need more.
+    may hold; greedy orders are compiled under that limit, strict ones are left out if they need more. `machine`: what
+    all are simulated on, with jobs of the durations `times`, by stage, else of `cost`; None: messages take no time.
     UsageError if there are more workers than any schedule may have, or one of `files` cannot be compiled without a
     memory limit; RefusedFile for what is no CSV of a schedule, OSError if it cannot be opened.
     """
     rows, left_out = list[SchemeNumbers](), list[LeftOut]()
     workers = sizes.workers or 1
     check_workers(workers, sizes.stages)
-    own = [os.fspath(file) for file in files]
+    given = [os.fspath(file) for file in files]
     alone = workers // sizes.replicas if isinstance(sizes.replicas, int) else workers  # a replica's
     divisors = [G for G in range(1, alone + 1) if alone % G == 0]
-    names = dict.fromkeys((*own, *SCHEMES))
+    names = dict.fromkeys((*given, *SCHEMES))
     schemes = [(name, G) for name in names for G in (divisors if name in ("lpp", "fslpp") else (None,))]
     for name, groups in over(schemes, "compare", len(schemes)):
         sizes = sizes._replace(groups=groups)
         try:
             program = _compiled(name, sizes, cost, memory_limit)
-            row = _numbers(program, name, sizes, cost is not None)
+            run = machine and simulate(program, with_halves(times) if times else program.header.cost, machine)
+            row = _numbers(program, name, sizes, cost is not None, run)
+            if (
+                machine
+                and run
+                and (need := run.footprint.peak.max()) > (least := machine.network.least_memory(workers))
+            ):
+                raise UsageError(f"it needs {need} bytes on a rank, and a device has {least:.0f}")
             if memory_limit is not None and row.peak_activations > memory_limit:
                 raise UsageError(
                     f"it holds {row.peak_activations} activations, more than --memory-limit {memory_limit}"
                 )
         except UsageError as error:
-            if name in own and memory_limit is None:
+            if name in given and memory_limit is None:
                 raise UsageError(error if name in str(error) else f"{name}: {error}") from None
             left_out.append(LeftOut(_label(name, groups), str(error).removeprefix(f"{name} ")))
             continue
         rows.append(row)
     prices = _prices(rows)
-    rows.sort(key=lambda row: (*prices[row], row.label))
+    rows.sort(key=lambda row: (*prices[row], _label(row.scheme, row.groups)))
     # Of these no other price is at least as good in all its numbers and better in some.
     best = {p for p in prices.values() if not any(o != p and all(map(le, o, p)) for o in prices.values())}
     return Comparison([row._replace(best=prices[row] in best) for row in rows], left_out)
@@ -144,8 +154,8 @@ def _compiled(name: str, sizes: Sizes, cost: Mapping[str, float] | None, limit: 
     return program
 
 
-def _numbers(program: Program, name: str, sizes: Sizes, with_cost: bool) -> SchemeNumbers:
-    """The numbers of a compiled scheme; `with_cost`: whether its command gives the costs."""
+def _numbers(program: Program, name: str, sizes: Sizes, with_cost: bool, run: Simulation | None) -> SchemeNumbers:
+    """The numbers of a compiled scheme; `with_cost`: whether its command gives the costs; `run`: on a machine."""
     header, table = program.header, program.rows
     numbers = stats(program)
     sent = np.bincount(table.kind[table.op == Op.SEND], minlength=len(Kind))
@@ -160,9 +170,10 @@ def _numbers(program: Program, name: str, sizes: Sizes, with_cost: bool) -> Sche
     return SchemeNumbers(
         name,
         sizes.groups,
-        numbers["latency"],
-        numbers["bubble"],
-        numbers["gap"],
+        run.latency if run else numbers["latency"],
+        run.bubble if run else numbers["bubble"],
+        None if run else numbers["gap"],
+        run.makespan if run else None,
         numbers["peak_activations"],
         most_weights(numbers),
         int(sent[Kind.X] + sent[Kind.G]),
@@ -173,12 +184,12 @@ def _numbers(program: Program, name: str, sizes: Sizes, with_cost: bool) -> Sche
 
 
 def _prices(rows: Sequence[SchemeNumbers]) -> dict[SchemeNumbers, Price]:
-    """Latency, activations and weights of each row; latencies that only rounding makes different are the same."""
-    prices, latency = {}, 0.0
-    for row in sorted(rows, key=lambda row: row.latency):
-        if not math.isclose(row.latency, latency, rel_tol=1e-9):
-            latency = row.latency
-        prices[row] = latency, row.peak_activations, row.weights
+    """Time, activations and weights of each row; times that only rounding makes different are the same."""
+    prices, time = {}, 0.0
+    for end, row in sorted(((row.makespan or row.latency, row) for row in rows), key=itemgetter(0)):
+        if not math.isclose(end, time, rel_tol=1e-9):
+            time = end
+        prices[row] = time, row.peak_activations, row.weights
     return prices
 
 
@@ -192,12 +203,17 @@ def comparison_as_json(comparison: Comparison) -> dict[str, Any]:
 
 def comparison_as_text(comparison: Comparison) -> Iterator[str]:
     """The comparison as lines: one per scheme, with * if it is best, then those left out."""
-    titles = ("", "scheme", "latency", "bubble", "gap", "activations", "weights", "x, g sent", "w, dw sent")
+    last = "gap" if all(row.makespan is None for row in comparison.rows) else "makespan"
+    titles = ("", "scheme", "latency", "bubble", last, "activations", "weights", "x, g sent", "w, dw sent")
     cells: list[tuple[str, ...]] = [titles]
     for row in comparison.rows:
-        percents = (f"{row.bubble:.1%}", f"{row.gap:.1%}")
+        numbers = (
+            f"{row.latency:.6g}",
+            f"{row.bubble:.1%}",
+            f"{row.makespan:.6g}" if row.makespan else f"{row.gap:.1%}",
+        )
         counts = (row.peak_activations, row.weights, row.activation_traffic, row.weight_traffic)
-        cells.append(("*" if row.best else "", row.label, f"{row.latency:.6g}", *percents, *map(str, counts)))
+        cells.append(("*" if row.best else "", _label(row.scheme, row.groups), *numbers, *map(str, counts)))
     yield from aligned(cells, 2)
     if comparison.left_out:
         yield ""

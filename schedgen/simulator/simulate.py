@@ -82,6 +82,11 @@ class Simulation:
         return float(self.windows[1].max())
 
     @property
+    def makespan(self) -> float:
+        """When the last instruction ends."""
+        return float(self.end.max())
+
+    @property
     def bubble(self) -> float:
         """The part of all ranks' time up to the latency that no job takes."""
         return max(0.0, float(1 - self.busy.sum() / (self.latency * self.program.header.workers)))

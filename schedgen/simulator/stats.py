@@ -50,7 +50,7 @@ def stats(program: Program, cost: Mapping[str, Amount] | None = None, machine: M
         "peak_activations": int(memory.saved.max()),
         "mean_peak_activations": float(memory.saved.mean()),
         "messages": len(program.rows_of(Op.SEND)),  # without those of collectives
-        "collectives": _collectives(program),
+        "collectives": len(analyse(program).waits.members),
     }
     if tensor := header.tensor_parallel:
         numbers["exchanges"] = len(program.exchanges()) // tensor.degree
@@ -82,12 +82,6 @@ def most_weights(numbers: Mapping[str, Any]) -> float:
 
 def _plain(value: float) -> int | float:
     return int(value) if value == int(value) else value
-
-
-def _collectives(program: Program) -> int:
-    rows = program.rows_of(Op.ALLREDUCE, Op.NORM)
-    sizes = np.array([len(group) for group in program.header.groups])
-    return round(float((1 / sizes[program.rows.group[rows]]).sum()))
 
 
 def _receive_slots(program: Program, *kinds: Buffer) -> Numbers:
@@ -178,7 +172,7 @@ def simulation_numbers(program: Program, run: Simulation) -> dict[str, Any]:
     traffic = np.bincount(number, run.message_bytes[sends], minlength=len(link)).astype(np.int64)
     return {
         "latency": run.latency,
-        "makespan": float(run.end.max()),
+        "makespan": run.makespan,
         "bubble": run.bubble,
         "idle": {cause: float(run.idle[:, i].sum()) for i, cause in enumerate(CAUSES)},
         "bytes": {words: int(run.message_bytes[table.kind == kind].sum()) for kind, words in KIND_WORDS.items()},
