@@ -35,64 +35,36 @@ class Command(NamedTuple):
 
 
 COMMANDS = (
-    Command(
-        "compile", options.CompileOptions, make_schedules.run_compile, "write the schedule of a scheme",
-        "schedgen compile 1f1b --stages 4 --microbatches 8 -o 1f1b.json",
-    ),
-    Command(
-        "check", options.CheckOptions, read_schedules.run_check, "prove schedules right, or say what is wrong",
-        "schedgen check 1f1b.json",
-    ),
-    Command(
-        "repair", options.RepairOptions, read_schedules.run_repair, "order messages so that a transport cannot hang",
-        "schedgen repair 1f1b.json --transport in-order:pair -o safe.json",
-    ),
-    Command(
-        "seal", options.SealOptions, read_schedules.run_seal, "re-hash and re-format a schedule edited by hand",
-        "schedgen seal 1f1b.json",
-    ),
-    Command(
-        "stats", options.StatsOptions, read_schedules.run_stats, "latency, bubble, memory and messages",
-        "schedgen stats 1f1b.json --json",
-    ),
-    Command(
-        "simulate", options.SimulateOptions, read_schedules.run_simulate, "execute a schedule against a cost model",
-        "schedgen simulate 1f1b.json --cost F=1,B=2 --alpha 0.01 --beta 1e-9 --activation 1000000 --trace trace.json",
-    ),
-    Command(
-        "draw", options.DrawOptions, read_schedules.run_draw, "a picture of a schedule, or of two on one time axis",
-        "schedgen draw gpipe.json 1f1b.json --alpha 0.1 -o both.html",
-    ),
-    Command(
-        "export", options.ExportOptions, read_schedules.run_export, "write a schedule for other tools",
-        "schedgen export 1f1b.json --to chrome -o trace.json",
-    ),
-    Command(
-        "diff", options.DiffOptions, read_schedules.run_diff, "what changed between two schedules",
-        "schedgen diff old.json new.json", 2, "exit code: 0 nothing, 1 they differ, 2 trouble",
-    ),
-    Command(
-        "compare", options.CompareOptions, make_schedules.run_compare, "built-in schemes that fit, beside your own",
-        "schedgen compare --stages 8 --microbatches 8 --workers 4 --memory-limit 12",
-    ),
-    Command(
-        "plan", options.PlanOptions, make_schedules.run_plan,
+    Command("compile", options.CompileOptions, make_schedules.run_compile, "write the schedule of a scheme",
+        "schedgen compile 1f1b --stages 4 --microbatches 8 -o 1f1b.json"),
+    Command("check", options.CheckOptions, read_schedules.run_check, "prove schedules right, or say what is wrong",
+        "schedgen check 1f1b.json"),
+    Command("repair", options.RepairOptions, read_schedules.run_repair, "order messages to be safe on a transport",
+        "schedgen repair 1f1b.json --transport in-order:pair -o safe.json"),
+    Command("seal", options.SealOptions, read_schedules.run_seal, "re-hash and re-format a schedule edited by hand",
+        "schedgen seal 1f1b.json"),
+    Command("stats", options.StatsOptions, read_schedules.run_stats, "latency, bubble, memory and messages",
+        "schedgen stats 1f1b.json --json"),
+    Command("simulate", options.SimulateOptions, read_schedules.run_simulate, "execute a schedule against a cost model",
+        "schedgen simulate 1f1b.json --cost F=1,B=2 --alpha 0.01 --beta 1e-9 --activation 1000000 --trace trace.json"),
+    Command("draw", options.DrawOptions, read_schedules.run_draw, "a picture of a schedule, or of two on one time axis",
+        "schedgen draw gpipe.json 1f1b.json --alpha 0.1 -o both.html"),
+    Command("export", options.ExportOptions, read_schedules.run_export, "write a schedule for other tools",
+        "schedgen export 1f1b.json --to chakra -o trace"),
+    Command("diff", options.DiffOptions, read_schedules.run_diff, "what changed between two schedules",
+        "schedgen diff old.json new.json", 2, "exit code: 0 nothing, 1 they differ, 2 trouble"),
+    Command("compare", options.CompareOptions, make_schedules.run_compare, "built-in schemes that fit, beside your own",
+        "schedgen compare --stages 8 --microbatches 8 --workers 4 --memory-limit 12"),
+    Command("plan", options.PlanOptions, make_schedules.run_plan,
         "where to cut a model, and the schedules that train it best",
-        "schedgen plan profile.json --workers 2 --bandwidth 1.25e9 --microbatches 4 -o plan.json",
-    ),
-    Command(
-        "search", options.SearchOptions, make_schedules.run_search,
+        "schedgen plan profile.json --workers 2 --bandwidth 1.25e9 --microbatches 4 -o plan.json"),
+    Command("search", options.SearchOptions, make_schedules.run_search,
         "the order that ends first for a placement, costs and memory, and a lower bound",
-        "schedgen search zb-v --stages 8 --microbatches 8 --cost F=10,I=12,W=8 --memory-limit 4 -o found.json",
-    ),
-    Command(
-        "new", options.NewOptions, make_schedules.run_new, "write a template for a scheme of your own",
-        "schedgen new mine",
-    ),
-    Command(
-        "schemes", options.SchemesOptions, make_schedules.run_schemes, "the built-in schemes and their parameters",
-        "schedgen schemes",
-    ),
+        "schedgen search zb-v --stages 8 --microbatches 8 --cost F=10,I=12,W=8 --memory-limit 4 -o found.json"),
+    Command("new", options.NewOptions, make_schedules.run_new, "write a template for a scheme of your own",
+        "schedgen new mine"),
+    Command("schemes", options.SchemesOptions, make_schedules.run_schemes, "the built-in schemes and their parameters",
+        "schedgen schemes"),
 )  # fmt: skip
 
 

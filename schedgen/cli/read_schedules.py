@@ -202,6 +202,10 @@ def run_simulate(options: SimulateOptions) -> int:
         slices += trace_events(execution.program, execution.measured, MEASURED) if execution.measured else []
         with open_output(options.trace) as out:
             out.write(trace_file(slices))
+    need, network = execution.run.footprint.peak, execution.run.machine.network
+    lack = need - network.by_rank(network.memory, len(need))
+    if lack[rank := int(lack.argmax())] > 0:
+        note(f"rank {rank} needs {need[rank]} bytes, and its device has {need[rank] - lack[rank]:.0f}")
     if not is_standard_output(options.trace):
         numbers = simulation_numbers(execution.program, execution.run)
         print(json.dumps(numbers, indent=1) if options.json else named_numbers(numbers))
@@ -282,9 +286,6 @@ def run_export(options: ExportOptions) -> int:
         if options.given:
             raise UsageError(f"torch's lists have no costs: leave --{options.given[0]} out")
         files = [("", as_torch_csv(program, messages=options.to == "torch").encode())]
-    elif options.to == "chrome":
-        slices = trace_events(program, [simulate(program, cost, machine).timeline(unit)], SIMULATED)
-        files = [("", trace_file(slices))]
     elif is_standard_output(options.output):
         raise UsageError("Chakra traces are several files: -o is the beginning of their names and cannot be -")
     else:

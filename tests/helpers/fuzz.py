@@ -173,7 +173,7 @@ class Range:
         readers = (
             ["stats", mutant], ["stats", mutant, "--json"], ["simulate", mutant, "--json", "--alpha", "0.1"],
             ["simulate", mutant, "--trace", other], ["diff", base, mutant], ["diff", mutant, base],
-            ["export", mutant, "--to", "torch-jobs", "-o", other], ["export", mutant, "--to", "chrome", "-o", other],
+            ["export", mutant, "--to", "torch-jobs", "-o", other], ["export", mutant, "--to", "chakra", "-o", other],
             ["draw", mutant, "-o", str(self.drawn)],
         )  # fmt: skip
         reader = readers[case.command % len(readers)]

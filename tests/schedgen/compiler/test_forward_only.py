@@ -87,7 +87,7 @@ def test_stats_have_no_nonsense(run, path):
 @pytest.mark.parametrize(
     "command",
     ["simulate PATH", "simulate PATH --cost F=2,B=4", "simulate PATH --alpha 0.1 --beta 0.1", "draw PATH",
-     "draw PATH -o OUT.html", "draw PATH -o OUT.svg", "export PATH --to chrome -o OUT",
+     "draw PATH -o OUT.html", "draw PATH -o OUT.svg", "simulate PATH --trace OUT",
      "export PATH --to chakra -o OUT"],
 )  # fmt: skip
 def test_other_commands_know_it(run, path, tmp_path, command):

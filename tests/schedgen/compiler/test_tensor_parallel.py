@@ -186,7 +186,7 @@ def test_other_commands_know_exchanges(run, graph_file, tmp_path):
     assert "exchanges" in run("stats", path).out and "sums 10" in run("simulate", path).out
     assert "4 workers, 8 stages (4 in 2 slices each), 2 microbatches" in run("draw", path).out
     assert run("draw", path, "-o", tmp_path / "a.html").code == 0
-    assert run("export", path, "--to", "chrome", "-o", tmp_path / "a.trace").code == 0
+    assert run("simulate", path, "--trace", tmp_path / "a.trace").code == 0
     assert run("export", path, "--to", "torch-jobs", "-o", "-").code == 2
     assert run("export", path, "--to", "chakra", "-o", tmp_path / "et").code == 0
     other = tmp_path / "other.json"

@@ -132,7 +132,7 @@ def test_a_plan_read_with_the_profile_it_was_made_from_takes_what_plan_says(run,
     simulated = json.loads(run("simulate", *with_profile, "--json").out)
     assert (simulated["makespan"], simulated["peak_bytes"]) == (best["step_time"], best["peak_bytes"])
     assert json.loads(run("stats", *with_profile, "--json").out)["peak_bytes"] == best["peak_bytes"]
-    assert run("export", *with_profile, "--to", "chrome", "-o", tmp_path / "chrome.json").code == 0
+    assert run("simulate", *with_profile, "--trace", tmp_path / "chrome.json").code == 0
     events = json.loads((tmp_path / "chrome.json").read_text())["traceEvents"]
     assert max(e["ts"] + e["dur"] for e in events if "dur" in e) == pytest.approx(1e6 * best["step_time"])
     assert run("draw", *with_profile, "-o", tmp_path / "drawn.html").code == 0

@@ -251,13 +251,11 @@ def test_a_collective_of_some_ranks_names_them(what, exported, golden, run, tmp_
 
 
 @pytest.mark.parametrize("alpha", ["0.5", "0"])
-def test_a_chrome_trace_is_that_of_simulate_with_an_arrow_for_every_message(alpha, golden, run, tmp_path):
+def test_a_chrome_trace_has_an_arrow_for_every_message(alpha, golden, run, tmp_path):
     path = tmp_path / "1f1b.json"
     path.write_text(golden["1f1b"])
     costs = ("--cost", "F=1,B=3", "--alpha", alpha)
-    assert run("simulate", path, *costs, "--trace", tmp_path / "a").code == 0
-    assert run("export", path, "--to", "chrome", *costs, "-o", tmp_path / "b") == (0, "", "")
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert run("simulate", path, *costs, "--trace", tmp_path / "b").code == 0
     assert run("stats", path, "--measured", tmp_path / "b").code == 0
     events = json.loads((tmp_path / "b").read_text())["traceEvents"]
     slices = [e for e in events if e["ph"] == "X" and e["name"].startswith("SEND")]
