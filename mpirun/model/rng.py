@@ -96,8 +96,8 @@ def layers_of(module: nn.Module, layers: Sequence[str]) -> Sequence[str]:
 class LayerRng:
     """Seeds the generator before each forward of the layers of a stage that draw.
 
-    `at` is set before a job of the stage: the run's seed, the step, the microbatch. It is empty between two calls of a
-    script, whose own forwards are not seeded. `begin` is called with a layer's name before its forward.
+    `at` is set for a forward of the stage: the run's seed, the step, the microbatch. It is empty otherwise: the module
+    may be another stage's, too, or a script's. `begin` is called with a layer's name before its forward.
     """
 
     def __init__(self, module: nn.Module, stage: int, layers: Sequence[str], seed: Callable[[int], None]) -> None:

@@ -135,6 +135,7 @@ def forward(setup: Setup, header: Header, stages: Sequence[ReferenceStage], step
         kept = frozen_statistics(reference.module) if frozen else contextlib.nullcontext()
         with autocast(setup.device.kind, setup.autocast_dtype), kept:
             output = reference(*(x.clone() if isinstance(x, Tensor) else x for x in arguments))
+        reference.layer_rng.at = ()
         tensors = [output] if isinstance(output, Tensor) else list(output)
         for index in setup.shapes[stage].aliased_outputs:
             tensors[index] = tensors[index].clone()

@@ -94,6 +94,7 @@ class Forward:
             if self.saves:
                 divisor = batch.loss_divisor if self.has_flush else 1  # without a flush STEP divides
                 self.pending.loss_gradient = loss_gradient(outputs[0].dtype, divisor, self.device)
+        self.rng.at = ()
         self.put(outputs)
 
     def compute(

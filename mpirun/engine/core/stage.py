@@ -127,13 +127,12 @@ class LocalStage:
             parameters[name] = parameter
 
     def give_back(self) -> None:
-        """Between two calls of a script: the module has the script's parameters, and its forward seeds nothing."""
+        """Between two calls of a script: the module has the script's parameters."""
         self.bind()
         for parameter, data in self.first:
             parameter.data = data
         for parameters, name, parameter in self.given:
             parameters[name] = parameter
-        self.layer_rng.at = ()
 
     def _copy_of_shard(self, shard: int, named: Sequence[tuple[str, nn.Parameter]]) -> Tensor:
         span = self.shard_spans[shard]

@@ -108,6 +108,20 @@ def test_parameters_are_reached_as_plain_torch_reaches_them(scripts):
         assert done.code == 0, done.err
 
 
+TWICE = """
+mix = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+with mpirun.Engine("fsdp", [nn.Embedding(13, 8), mix, mix, nn.Linear(8, 13)], stages=4, microbatches=4, loss=loss,
+                   canonical=True, verify=True, timeout=60) as run:
+    run.step((tokens, target))
+    assert run.verify()
+"""
+
+
+def test_a_module_of_two_stages_draws_for_the_one_that_runs(scripts):
+    (done,) = scripts(2, [[TRAINED + TWICE]])
+    assert done.code == 0, done.err
+
+
 REFUSED = {
     "another stage's": (
         "first = modules('list')[0]; second = nn.Identity(); second.forward = lambda x: x * first.emb.weight.sum()",

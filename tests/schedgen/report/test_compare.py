@@ -88,32 +88,17 @@ def test_on_a_machine_rows_are_what_simulate_says(run, refused, tmp_path):
     level = {"name": "host", "alpha": 0.1, "beta": 0.01}
     machine, profile, file = tmp_path / "machine.json", tmp_path / "profile.json", tmp_path / "FILE"
     machine.write_text(json.dumps({"levels": [level], "memory": 500}))
-    profile.write_text(
-        json.dumps(
-            {
-                "F": [1, 2, 1, 1],
-                "B": [2, 4, 2, 2],
-                "I": [1, 2, 1, 1],
-                "W": [1, 2, 1, 1],
-                "weight": 40,
-                "saved": 10,
-                "machine": {"levels": [level]},
-            }
-        )
-    )
+    by_stage = {"F": [1, 2, 1, 1], "B": [2, 4, 2, 2], "I": [1, 2, 1, 1], "W": [1, 2, 1, 1]}
+    profile.write_text(json.dumps({**by_stage, "weight": 40, "saved": 10}))
     costs = ("--profile", profile, "--machine", machine)
     found = json.loads(run("compare", *SMALL, *costs, "--json").out)
     ends = [row["makespan"] for row in found["schemes"]]
     assert ends == pytest.approx(sorted(ends)) and {row["scheme"] for row in found["schemes"]} > {"fsdp", "lpp", "zb-v"}
-    assert any(label["scheme"] == "ddp" and "a device has 500" in label["reason"] for label in found["left_out"])
+    assert any(each["scheme"] == "ddp" and "a device has 500" in each["reason"] for each in found["left_out"])
     for row in found["schemes"]:
-        command = shlex.split(row["command"].replace("-o FILE", f"-o {file}"))
-        assert run(*command[1:]).code == 0
+        assert run(*shlex.split(row["command"].replace("-o FILE", f"-o {file}"))[1:]).code == 0
         simulated = json.loads(run("simulate", file, *costs, "--json").out)
-        assert [row[name] for name in ("latency", "bubble", "makespan")] == [
-            simulated[name] for name in ("latency", "bubble", "makespan")
-        ]
-        assert row["gap"] is None
+        assert all(row[name] == simulated[name] for name in ("latency", "bubble", "makespan")) and row["gap"] is None
     assert "makespan" in run("compare", *SMALL, "--beta", 0.1).out.splitlines()[0]
     assert "F has 4 numbers" in refused(run("compare", *SIZES, *costs), 1)
 
