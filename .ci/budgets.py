@@ -16,7 +16,7 @@ ROOMS = {
     "schedgen/compiler": 2_676,
     "schedgen/analysis": 710,
     "schedgen/checker": 1_125,
-    "schedgen/simulator": 2_537,
+    "schedgen/simulator": 2_539,
     "schedgen/schemes": 1_628,
     "schedgen/planner": 3_304,
     "schedgen/report": 2_206,

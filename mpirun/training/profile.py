@@ -8,7 +8,7 @@ seconds      Every rank computes all stages by a schedule of one worker, with th
 overhead     On a CPU, the part of a job's seconds outside of the stage's module and of autograd.
 bytes        The same on all ranks: rank 0 counts them with the memory tracker, in a step of its own.
 machine      Messages are timed inside hosts and between them, and devices by the jobs (`machine_speed`).
-slices       Of a schedule with --tensor T, the first slice of each stage is measured, and lists have all T.
+tensor       T of a schedule with --tensor T: the first slice of each stage is measured, and lists have all T.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Profile:
         on_rank_0(comm, lambda: check_writable(*file))
         self.program = from_rank_0(comm, lambda: _one_worker(model, header))
         self.instructions, self.header = self.program.instructions(0), header or self.program.header
-        slices = self.header.tensor_parallel.degree
+        slices = self.slices = self.header.tensor_parallel.degree
         self.model = together(comm, lambda: expanded_model(model, self.header))
         if slices > 1:  # the weights given are of whole stages, and any will do
             model = model._replace(stages=self.model.stages[::slices], sliced=(), weights=None)
@@ -131,8 +131,8 @@ class Profile:
         sizes = on_rank_0(self.comm, self._bytes) or {}
         seconds = self._seconds(steps)
         machine = measure_machine(self.comm, self.setup.device, self.setup.crowded, self.rank_seconds)
-        profile = {**seconds, **({"machine": machine} if machine else {}), **sizes}
-        lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in profile.items())
+        profile = {**seconds, "machine": machine, "tensor": self.slices * (self.slices > 1), **sizes}
+        lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in profile.items() if value)
         on_rank_0(self.comm, lambda: write_output(*self.file, ("{\n" + ",\n".join(lines) + "\n}\n").encode()))
 
     @contextlib.contextmanager

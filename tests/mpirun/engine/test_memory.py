@@ -89,7 +89,8 @@ def predicted(several, schedules, text, tmp_path_factory):
         for (model, of), (option, value) in profiled.items()
     ]
     assert [code for code, _ in several(1, runs)] == [0] * len(runs)
-    by_name = {}
+    sliced, by_name = files[MODELS["1f1b-tensor"], "1f1b-tensor"], {}
+    assert schedgen(["plan", str(sliced), "--workers", "2", "--microbatches", "4"]) == 1  # it has slices, no layers
     for name, path in schedules.items():
         header = path.read_text().split('"programs"')[0]
         stages = name if name in PROFILED else int(re.search(r'"stages": (\d+)', header)[1])

@@ -254,8 +254,7 @@ def test_a_collective_of_some_ranks_names_them(what, exported, golden, run, tmp_
 def test_a_chrome_trace_has_an_arrow_for_every_message(alpha, golden, run, tmp_path):
     path = tmp_path / "1f1b.json"
     path.write_text(golden["1f1b"])
-    costs = ("--cost", "F=1,B=3", "--alpha", alpha)
-    assert run("simulate", path, *costs, "--trace", tmp_path / "b").code == 0
+    assert run("simulate", path, "--cost", "F=1,B=3", "--alpha", alpha, "--trace", tmp_path / "b").code == 0
     assert run("stats", path, "--measured", tmp_path / "b").code == 0
     events = json.loads((tmp_path / "b").read_text())["traceEvents"]
     slices = [e for e in events if e["ph"] == "X" and e["name"].startswith("SEND")]
