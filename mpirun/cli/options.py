@@ -90,7 +90,7 @@ class TrainOptions(RunOptions, OptimizerOptions, ModelOptions):
     resume: str | None = option(
         "--resume DIR", "resume from the newest whole checkpoint there; --steps includes its steps"
     )
-    memory: bool = switch("--memory", "print the peak bytes of tensors on each rank, with --verify's; slow on a CPU")
+    memory: bool = switch("--memory", "print the peak bytes of tensors on each rank, --verify's too; slow on a CPU")
     metrics: str | None = option(
         "--metrics FILE", "one JSON object a step: step, loss, grad_norm, seconds, tokens, and the loss's metrics; - is"
         " standard output", file=WRITTEN,

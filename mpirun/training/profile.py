@@ -131,8 +131,9 @@ class Profile:
         sizes = on_rank_0(self.comm, self._bytes) or {}
         seconds = self._seconds(steps)
         machine = measure_machine(self.comm, self.setup.device, self.setup.crowded, self.rank_seconds)
-        profile = {**seconds, "machine": machine, "tensor": self.slices * (self.slices > 1), **sizes}
-        lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in profile.items() if value)
+        profile = {**seconds, **({"machine": machine} if machine else {}), **sizes}
+        profile |= {"tensor": self.slices} if self.slices > 1 else {}
+        lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in profile.items())
         on_rank_0(self.comm, lambda: write_output(*self.file, ("{\n" + ",\n".join(lines) + "\n}\n").encode()))
 
     @contextlib.contextmanager

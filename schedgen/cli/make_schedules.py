@@ -30,7 +30,7 @@ from schedgen.compiler.lower import Dump
 from schedgen.compiler.options import Options
 from schedgen.compiler.sum_trees import TWO_LEVEL
 from schedgen.compiler.torch_program import torch_program
-from schedgen.ir.cost import Amount, durations
+from schedgen.ir.cost import REDO, Amount, by_stage, durations
 from schedgen.ir.file import write
 from schedgen.ir.graph_file import ModelGraph, read_graph_file
 from schedgen.ir.instructions import Instruction
@@ -38,7 +38,7 @@ from schedgen.ir.program import Program
 from schedgen.ir.stage_graph import chain
 from schedgen.ir.transport import read_transport
 from schedgen.planner import plan_output
-from schedgen.planner.layer_profile import read_layers
+from schedgen.planner.layer_profile import Edge, read_layers
 from schedgen.planner.order_search.cp_sat import is_installed
 from schedgen.planner.order_search.search_ways import search
 from schedgen.planner.partition import on_links, partition, prefixes
@@ -113,17 +113,15 @@ def _write_compiled(options: CompileOptions, scheme: Scheme, sizes: Sizes, graph
 def _with_times(options: CompileOptions, scheme: Scheme, stages: int, graph: ModelGraph | None) -> CompileOptions:
     """The options with the profile's times, and their mean ratios to F for the file; `stages`: of the model."""
     profile = options.profile or "-"
-    times, _ = _read_costs(profile, stages, (graph.edges if graph else scheme.edges) or chain(stages), graph)
+    edges, ties = (graph.edges if graph else scheme.edges) or chain(stages), len(graph.tied) if graph else 0
+    times, _ = _read_costs(profile, stages, edges, ties)
     own = durations(times, 1 if options.forward else 3 if scheme.split else 2, display_name(profile))
     return replace(options, times=times, cost=cost_ratios(own))
 
 
-def _read_costs(
-    profile: str, stages: int, edges: Sequence[tuple[int, int]], graph: ModelGraph | None
-) -> tuple[dict[str, Amount], Machine]:
+def _read_costs(profile: str, stages: int, edges: Sequence[Edge], ties: int) -> tuple[dict[str, Amount], Machine]:
     """The durations by stage, and the machine, of a profile of a model with so many stages and these edges."""
-    text, shown, ties = read_text(profile), display_name(profile), len(graph.tied) if graph else 0
-    return parse_profile(text, shown, stages, edges, ties=ties, counted="the model has")
+    return parse_profile(read_text(profile), display_name(profile), stages, edges, ties=ties, counted="the model has")
 
 
 def _dump_to(folder: str) -> Dump:
@@ -204,8 +202,9 @@ def run_compare(options: CompareOptions) -> int:
         raise UsageError("compare compiles backwards, too: --cost must give F and B, or F, I and W")
     cost, times, machine = options.cost, None, options.amounts if options.given not in ([], ["cost"]) else None
     if options.profile:
-        times, machine = _read_costs(options.profile, options.stages, chain(options.stages), None)
-        cost = cost_ratios(durations(times, 2))
+        times, machine = _read_costs(options.profile, options.stages, chain(options.stages), 0)
+        durations(times, 2, display_name(options.profile))  # UsageError if it is of forwards alone
+        cost = cost_ratios({name: by_stage(each, options.stages) for name, each in times.items() if name != REDO})
     if machine and (network := options.network(machine.network)):
         machine = machine.on(network)
     with _slow_schemes_noted():
@@ -267,8 +266,8 @@ def run_search(options: SearchOptions) -> int:
     cost: Mapping[str, Amount] | None = options.cost
     machine = options.amounts
     if options.profile:
-        edges = chain(stages) if scheme.edges is None else scheme.edges
-        cost, machine = _read_costs(options.profile, stages, edges, graph)
+        ties = len(graph.tied) if graph else 0
+        cost, machine = _read_costs(options.profile, stages, scheme.edges or chain(stages), ties)
         durations(cost, 2, display_name(options.profile))  # UsageError if it is of forwards alone
     if (network := options.network(machine.network)) is not None:
         machine = machine.on(network)

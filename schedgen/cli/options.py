@@ -186,7 +186,9 @@ class CompileOptions(Options, LoopOptions, HostOptions):
         listed(count),
     )  # fmt: skip
     graph: str | None = option("--graph FILE", MODEL_GRAPH, file=READ)
-    profile: str | None = option("--profile P", "JSON with these durations, by stage", file=READ, without="cost")
+    profile: str | None = option(
+        "--profile P", "JSON with durations by stage, in place of --cost", file=READ, without="cost"
+    )
     dump_passes: str | None = option("--dump-passes DIR", "a new folder for the list after each pass of compiling")
     transport: str = option("--transport T", f"the list is safe on it, too: {TRANSPORTS}", default="mpi")
     output: str = option("-o --output FILE", SCHEDULE, required=True, file=WRITTEN)
@@ -297,7 +299,9 @@ class PlanOptions(Form, MachineOptions):
     profile: str = argument("PROFILE", "layers and costs: PipeDream's, or mpirun profile's; - is standard input")
     graph: str | None = option("--graph FILE", MODEL_GRAPH, file=READ)
     workers: int = option("--workers W", "ranks", count, required=True)
-    memory: float = option("--memory BYTES", "bytes a worker may hold, if its device has as many", amount, math.inf)
+    memory: float = option(
+        "--memory BYTES", "bytes a worker may hold, at most its device's; default: these", amount, math.inf
+    )
     partition_only: bool = switch("--partition-only", "only where to cut, and replicas")
     microbatches: int | None = option("--microbatches B", "microbatches of a step, each as profiled", count)
     schemes: Sequence[str] | None = option(

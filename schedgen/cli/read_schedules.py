@@ -202,10 +202,8 @@ def run_simulate(options: SimulateOptions) -> int:
         slices += trace_events(execution.program, execution.measured, MEASURED) if execution.measured else []
         with open_output(options.trace) as out:
             out.write(trace_file(slices))
-    need, network = execution.run.footprint.peak, execution.run.machine.network
-    lack = need - network.by_rank(network.memory, len(need))
-    if lack[rank := int(lack.argmax())] > 0:
-        note(f"rank {rank} needs {need[rank]} bytes, and its device has {need[rank] - lack[rank]:.0f}")
+    if execution.run.lack:
+        note(execution.run.lack)
     if not is_standard_output(options.trace):
         numbers = simulation_numbers(execution.program, execution.run)
         print(json.dumps(numbers, indent=1) if options.json else named_numbers(numbers))

@@ -1,8 +1,7 @@
 """`recipe_of`: how a schedule was compiled, read from its header, so that it can be compiled again with a change.
 
-A header does not keep everything: not a user's file, nor whether replicas were interleaved, nor times by stage, which
-place greedy's jobs and all messages. What is missing is guessed, and a guess counts only if it compiles to the same
-instructions.
+A header does not keep everything: not a user's file, nor whether replicas were interleaved, nor times by stage. What
+is missing is guessed, and a guess counts only if it compiles to the same instructions.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def _spelled(value: Any) -> str:
 
 
 def recipe_of(program: Program, times: Mapping[str, Amount] | None = None, hosts: Hosts | None = None) -> Recipe:
-    """The recipe of a projected program; `times`: by stage, if it may have been ordered by these; `hosts`: by rank.
+    """The recipe of a projected program; `times`: by stage, if it may have been compiled with these; `hosts`: by rank.
 
     UsageError, with the reason, if it is of no built-in scheme, or its recipe compiles to something else.
     """
@@ -94,7 +93,7 @@ def recipe_of(program: Program, times: Mapping[str, Amount] | None = None, hosts
             pairs = zip(again.rows.columns(), program.rows.columns(), strict=True)
             if again.header.scheme == header.scheme and all(np.array_equal(new, old) for new, old in pairs):
                 return recipe
-    raise UsageError(f"these instructions were searched for or edited: {name} compiles to others")
+    raise UsageError("it was searched for, edited, or compiled with another profile than the one given")
 
 
 def _guesses(header: Header, times: Mapping[str, Amount] | None, hosts: Hosts | None) -> Iterator[Recipe]:

@@ -44,9 +44,7 @@ class SchemeNumbers(NamedTuple):
     groups: int | None  # None: the scheme has no groups
     latency: float  # in the units of the cost, or of the times on a machine
     bubble: float  # idle fraction of workers x latency
-    gap: (
-        float | None
-    )  # latency over the largest lower bound (`schedgen.simulator.lower_bounds`), minus 1; not on a machine
+    gap: float | None  # latency over the largest of `schedgen.simulator.lower_bounds`, minus 1; None on a machine
     makespan: float | None  # on a machine, with messages, sums and steps; None: none was given
     peak_activations: int  # saved forwards
     weights: float  # stages that a worker owns, plus the most foreign copies it holds at once
@@ -86,13 +84,14 @@ def compare(
 
     `cost`: F and B, or F, I and W; without I and W, each is half of B. `memory_limit`: the most saved forwards a worker
     may hold; greedy orders are compiled under that limit, strict ones are left out if they need more. `machine`: what
-    all are simulated on, with jobs of the durations `times`, by stage, else of `cost`; None: messages take no time.
-    UsageError if there are more workers than any schedule may have, or one of `files` cannot be compiled without a
-    memory limit; RefusedFile for what is no CSV of a schedule, OSError if it cannot be opened.
+    all are simulated on, without ties, with jobs that take `times`, by stage, else `cost`; None: messages are free.
+    UsageError if there are more workers than any schedule may have, or one of `files` cannot be compiled with neither
+    memory limit nor machine; RefusedFile for what is no CSV of a schedule, OSError if it cannot be opened.
     """
     rows, left_out = list[SchemeNumbers](), list[LeftOut]()
     workers = sizes.workers or 1
     check_workers(workers, sizes.stages)
+    (machine or Machine()).network.check(workers)
     given = [os.fspath(file) for file in files]
     alone = workers // sizes.replicas if isinstance(sizes.replicas, int) else workers  # a replica's
     divisors = [G for G in range(1, alone + 1) if alone % G == 0]
@@ -104,18 +103,14 @@ def compare(
             program = _compiled(name, sizes, cost, memory_limit)
             run = machine and simulate(program, with_halves(times) if times else program.header.cost, machine)
             row = _numbers(program, name, sizes, cost is not None, run)
-            if (
-                machine
-                and run
-                and (need := run.footprint.peak.max()) > (least := machine.network.least_memory(workers))
-            ):
-                raise UsageError(f"it needs {need} bytes on a rank, and a device has {least:.0f}")
+            if run and run.lack:
+                raise UsageError(run.lack)
             if memory_limit is not None and row.peak_activations > memory_limit:
                 raise UsageError(
                     f"it holds {row.peak_activations} activations, more than --memory-limit {memory_limit}"
                 )
         except UsageError as error:
-            if name in given and memory_limit is None:
+            if name in given and memory_limit is None and machine is None:
                 raise UsageError(error if name in str(error) else f"{name}: {error}") from None
             left_out.append(LeftOut(_label(name, groups), str(error).removeprefix(f"{name} ")))
             continue

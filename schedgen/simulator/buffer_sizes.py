@@ -119,8 +119,7 @@ def message_bytes(program: Program, sizes: BufferSizes, rows: Numbers) -> Number
         if units:
             of = np.flatnonzero(np.isin(kind, kinds))
             column[of] = units.first_unit[column[of]] + np.maximum(piece[of], 0)
-    of = np.flatnonzero(piece >= 0)
-    of = of[np.isin(kind[of], EXCHANGED)]
+    of = np.flatnonzero((piece >= 0) & np.isin(kind, EXCHANGED))
     column[of] = header.graph.size_columns(column[of], piece[of])
     kind[(kind == Kind.DW) & (table.op[rows] == Op.RECV)] += 1
     x, g, w, dw, partial, saved, *_, state, _ = sizes.by_kind(header)

@@ -1,7 +1,7 @@
 """The execution of a program, event by event: the loop in which `simulate` spends its time.
 
-Every link on which a message waits has a time, `due`, when it is free, and so may every rank, in `tree`. The least time
-is next: links before ranks. A rank is in one of four states, and has a time in the first two.
+Every link on which a message waits has a time, `due`, when it is free. A rank that acts or waits has one in `tree`. The
+least of all times is next, links before ranks. A rank is in one of four states:
 
     acts    it takes the row that it is `at`, and goes on until a row takes time or has to wait
     waits   the row can start at a time that is known, which `clock` says

@@ -99,8 +99,8 @@ def parse_profile(
     given = {*values} if isinstance(values, dict) else set()
     if "machine" in given and (double := sorted(given & {"alpha", "beta"})):
         raise RefusedFile(f"{name}: machine has the links' times: leave {double[0]} out")
-    if "tensor" in given and (T := values.pop("tensor")) != (header and header.tensor_parallel.degree):
-        raise RefusedFile(f"{name}: its stages are slices, and it is for schedules with --tensor {clip(str(T))}")
+    if "tensor" in given and (T := values.pop("tensor")) != (header.tensor_parallel.degree if header else 1):
+        raise RefusedFile(f"{name}: its stages are slices, of --tensor {clip(str(T))}: profile whole ones")
     joined = network_of(values.pop("machine"), f"{name}: machine") if "machine" in given else None
     names = tuple(dict.fromkeys(name for way in DIRECTIONS.values() if {*way} <= given for name in way))
     if not names:

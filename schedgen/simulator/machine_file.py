@@ -50,8 +50,7 @@ def network_of(values: Any, name: str) -> Network:
         if (outer & ~inner).any():
             raise RefusedFile(f"{name}: the groups of level '{level.name}' divide some of level '{below.name}'")
         if (outer == inner).all():
-            why = f"it joins no two groups of '{below.name}' of {count} devices"
-            raise RefusedFile(f"{name}: no message uses level '{level.name}': {why}")
+            raise RefusedFile(f"{name}: no message uses level '{level.name}': it joins no two groups of '{below.name}'")
     if (ends[0] & (np.arange(1, count) % network.host.devices > 0)).any():
         raise RefusedFile(f"{name}: host: {network.host.devices} devices that share a link lie in several hosts")
     return network

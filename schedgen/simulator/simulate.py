@@ -119,6 +119,14 @@ class Simulation:
         """The bytes that each rank needs."""
         return footprint(self.program, self.sizes)
 
+    @property
+    def lack(self) -> str:
+        """The rank that needs most beyond the memory of its device, in words; empty if all fit."""
+        need, network = self.footprint.peak, self.machine.network
+        has = network.by_rank(network.memory, len(need))
+        r = int((need - has).argmax())
+        return "" if need[r] <= has[r] else f"rank {r} needs {need[r]} bytes; its device has {has[r]:.0f}"
+
     def link_use(self, unit: float = 1.0) -> LinkUse:
         """What occupies links and cards, and when; `unit`: as for `timeline`."""
         program, waits = self.program, analyse(self.program).waits
@@ -164,8 +172,7 @@ def simulate_until(
     cost = header.cost if cost is None else cost
     sizes = buffer_sizes(machine, header.stages, len(header.graph.edges))
     analysis = analyse(program)
-    waits = analysis.waits
-    lasts = _durations(program, cost, machine)
+    waits, lasts = analysis.waits, _durations(program, cost, machine)
     partner = waits.receiver.copy()
     partner[analysis.named.receives] = analysis.named.sends
     copies, other_end = program.rows_of(*COPIES), table.operand.copy()

@@ -108,7 +108,9 @@ class SavedTensors(Copies):
 
     def __init__(self, device: Device, module: nn.Module, held: Any, data: Any) -> None:
         """`held`: a pytree, of inputs from other stages; `data`: the microbatch's, which the graph alone may hold."""
-        parts = [x for x in pytree.tree_leaves(data) if isinstance(x, Tensor) and not _has_all_of_its_storage(x)]
+        parts = [x for x in pytree.tree_leaves(data) if isinstance(x, Tensor)]
+        # Those that are no part of something larger, such as all data, leave the device.
+        parts = [x for x in parts if x.layout != torch.strided or x.untyped_storage().nbytes() != x.nbytes]
         stays = (*module.parameters(), *module.buffers(), *pytree.tree_leaves(held), *parts)
         super().__init__(device)
         self.stays = {address(x) for x in stays if isinstance(x, Tensor)}
@@ -184,11 +186,6 @@ class SavedTensors(Copies):
         for storage, new in zip(self.away, memory, strict=True):
             storage.bytes = new
         self.away.clear()
-
-
-def _has_all_of_its_storage(x: Tensor) -> bool:
-    """Whether a tensor is no part of something larger, such as all data."""
-    return x.layout == torch.strided and x.untyped_storage().nbytes() == x.nbytes
 
 
 def _unpack(saved: Tensor | SavedView) -> Tensor:

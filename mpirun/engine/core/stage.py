@@ -133,6 +133,7 @@ class LocalStage:
             parameter.data = data
         for parameters, name, parameter in self.given:
             parameters[name] = parameter
+        self.layer_rng.at = ()  # a forward that raised has left it
 
     def _copy_of_shard(self, shard: int, named: Sequence[tuple[str, nn.Parameter]]) -> Tensor:
         span = self.shard_spans[shard]

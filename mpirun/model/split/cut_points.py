@@ -170,10 +170,6 @@ def _last_uses(dependencies: Dependencies) -> list[int]:
     return last_uses
 
 
-def _is_complex(node: fx.Node) -> bool:
-    return any(isinstance(x, Tensor) and x.is_complex() for x in tree_leaves(node.meta.get("val")))
-
-
 def _empty_stage(what: str) -> UsageError:
     return UsageError(f"{what}: the stage that ends here would have no computation")
 
@@ -185,7 +181,9 @@ def _prices(dependencies: Dependencies) -> list[float]:
     """
     body, last_uses = dependencies.body, _last_uses(dependencies)
     uncut = [(first, last) for _, first, last in uncut_ranges(dependencies)]
-    uncut += [(k, min(last_uses[k], len(body) - 1)) for k, node in enumerate(body) if _is_complex(node)]
+    for k, node in enumerate(body):
+        if any(isinstance(x, Tensor) and x.is_complex() for x in tree_leaves(node.meta.get("val"))):
+            uncut.append((k, min(last_uses[k], len(body) - 1)))
     changes = [0] * (len(body) + 1)  # of the bytes that are alive
     for k, (node, last_use) in enumerate(zip(body, last_uses, strict=True)):
         changes[k + 1] += value_bytes(node)

@@ -118,7 +118,7 @@ def test_each_kind_of_change_is_tried_or_said_not_to_be():
     assert "no machine file" in alone.not_tried["--offload"]
 
 
-@pytest.mark.parametrize(("source", "why"), [("file", "no built-in scheme"), ("edited", "searched for or edited")])
+@pytest.mark.parametrize(("source", "why"), [("file", "no built-in scheme"), ("edited", "searched for, edited")])
 def test_what_cannot_be_compiled_again_is_said_and_other_schemes_are_tried(source, why):
     scheme = load("1f1b", SIZES)
     scheme = scheme._replace(name="mine") if source == "file" else scheme._replace(n=load("gpipe", SIZES).n)
