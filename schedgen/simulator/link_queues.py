@@ -21,9 +21,9 @@ class Queues(NamedTuple):
     """Messages at links. SENDs are numbered by row and, after all rows, the parts of sums."""
 
     turn: Times  # by turn, as numbered by `Paths.first_turn`: when it began
-    ready: Numbers  # shape (1,): the next of `order`
+    ready: Numbers  # shape (1,): the last of `order`
     # By message.
-    order: Numbers  # in which they were ready, or had their last turn
+    order: Ints  # in which those that wait were ready, or had their last turn; 0: it has not waited since then
     turns_left: Small
     behind: Ints  # the next message of the same path, which begins when this one has no turns left; -1: none
     next_waiting: Ints  # the next message that waits at the same link; -1: none
@@ -44,7 +44,7 @@ def new_queues(paths: Paths, links: int) -> Queues:
     return Queues(
         turn=np.zeros(int(paths.turns[paths.turns > 1].sum(dtype=np.int64))),
         ready=np.zeros(1, np.int64),
-        order=np.zeros(messages, np.int64),
+        order=np.zeros(messages, np.int32),
         turns_left=paths.turns.copy() if several else paths.turns,
         behind=np.full(messages if several else 0, -1, np.int32),
         next_waiting=np.zeros(messages, np.int32),
@@ -80,6 +80,9 @@ def set_due(link: int, now: float, queues: Queues) -> None:
 def queue(message: int, link: int, now: float, queues: Queues) -> None:
     """Let a message wait at a link, behind those that were ready before it."""
     order, following, waiting, last_waiting = queues.order, queues.next_waiting, queues.waiting, queues.last_waiting
+    if not order[message]:
+        queues.ready[0] += 1
+        order[message] = queues.ready[0]
     first = waiting[link]
     if first < 0 or order[first] > order[message]:
         following[message], waiting[link] = first, message
@@ -96,7 +99,7 @@ def queue(message: int, link: int, now: float, queues: Queues) -> None:
 @kernel
 def take_turn(message: int, now: float, paths: Paths, queues: Queues) -> bool:
     """Start a message, or its next turn, if its path is free; else it waits. Returns whether its last turn starts."""
-    begin, end, turns, left = paths.first[message], paths.first[message + 1], paths.turns[message], queues.turns_left
+    begin, end, left = paths.first[message], paths.first[message + 1], queues.turns_left
     last, free_at, link = -1, queues.free_at, paths.link  # last: of the links of the path, the last to become free
     for k in range(begin, end):
         if free_at[link[k]] > now and (last < 0 or free_at[link[k]] >= free_at[last]):
@@ -108,14 +111,14 @@ def take_turn(message: int, now: float, paths: Paths, queues: Queues) -> bool:
         free_at[link[k]] = now + paths.hold[k]
         if last < 0 or free_at[link[k]] >= free_at[last]:
             last = int(link[k])
-    if turns == 1:
+    if not len(queues.latest) or paths.turns[message] == 1:
         return True
+    turns = paths.turns[message]
     queues.turn[paths.first_turn[message] + turns - left[message]] = now
     left[message] -= 1
     following = message if left[message] else queues.behind[message]
     if following >= 0:
-        queues.order[following] = queues.ready[0]
-        queues.ready[0] += 1
+        queues.order[following] = 0
         queue(following, last, now, queues)
     return bool(left[message] == 0)
 
@@ -123,12 +126,10 @@ def take_turn(message: int, now: float, paths: Paths, queues: Queues) -> bool:
 @kernel
 def make_ready(message: int, now: float, paths: Paths, queues: Queues) -> bool:
     """A message is ready: as `take_turn`, unless it has to wait behind another of its path."""
-    if paths.turns[message] > 1:
+    if len(queues.latest) and paths.turns[message] > 1:
         before = queues.latest[paths.path[message]]
         queues.latest[paths.path[message]] = message
         if before >= 0 and queues.turns_left[before]:
             queues.behind[before] = message
             return False
-    queues.order[message] = queues.ready[0]
-    queues.ready[0] += 1
     return take_turn(message, now, paths, queues)

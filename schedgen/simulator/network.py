@@ -242,7 +242,7 @@ class Links:
         """
         level, time, alpha = self.level(source, to), np.zeros(len(size)), np.zeros(len(size))
         for k, each in enumerate(self.levels):
-            of = np.flatnonzero(level == k)
+            of = slice(None) if len(self.levels) == 1 else np.flatnonzero(level == k)
             time[of], alpha[of] = each.beta * size[of], each.latency(size[of])
         copies = np.flatnonzero(np.minimum(source, to) == HOST)
         time[copies], alpha[copies], level[copies] = 0.0, self.host.alpha, 0
@@ -255,8 +255,8 @@ class Links:
             hold[copies] = self.host.beta * size[copies]
             columns.append((self.first_of_host + on_host + self.host_links * (source == HOST), hold))
         links, holds = zip(*columns, strict=True)
-        link, hold = np.stack(links, axis=1, dtype=np.int32), np.stack(holds, axis=1)
-        is_used = hold > 0
+        link, hold = np.stack(links, axis=1, dtype=np.int32).ravel(), np.stack(holds, axis=1).ravel()
+        is_used = slice(None) if hold.all() else np.flatnonzero(hold)
         # Along the columns, which are few, NumPy's own sums and maxima are slow.
         used = np.concatenate([[0], sum((each > 0).astype(np.int64) for each in holds)])
         lasts = reduce(np.maximum, holds) + np.where(size > 0, alpha, 0.0)
